@@ -161,7 +161,8 @@ impl TextVariable {
     }
 }
 
-fn expand_home(path: PathBuf) -> Option<PathBuf> {
+/// A path with the user's home folder in place of a leading `~`.
+pub fn expand_home(path: PathBuf) -> Option<PathBuf> {
     match path.strip_prefix("~") {
         Ok(rest) => Some(home()?.join(rest)),
         Err(_) => Some(path),

@@ -1,28 +1,33 @@
 //! AWS's own chain of credentials: environment, shared files and profiles, web identity, roles of the
 //! machine.
 
+use std::error::Error as _;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use aws_config::environment::EnvironmentVariableCredentialsProvider;
+use aws_config::imds::client::error::ImdsError;
 use aws_config::meta::credentials::CredentialsProviderChain;
 use aws_config::profile::ProfileSet;
 use aws_config::{BehaviorVersion, SdkConfig};
 use aws_credential_types::provider::error::CredentialsError;
-use aws_credential_types::provider::{self, future};
+use aws_credential_types::provider::future;
 use aws_sdk_s3::config::{Credentials, ProvideCredentials, Region, SharedCredentialsProvider};
+use aws_sdk_s3::error::DisplayErrorContext;
 use aws_types::os_shim_internal::{Env, Fs};
 
-use super::aws_login::LoginSession;
+use super::aws_login::{HOW_TO_USE_LOGINS, login_session};
 use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
-use super::provider::CredentialProvider;
-use super::store::{self, CredentialEnvironment};
+use super::provider::{CredentialProvider, MakingProvider};
+use super::store::{CredentialEnvironment, PROVIDERS};
 use crate::environment::read_guarded;
 use crate::io::transport::{Failure, TransportOptions, credential_client};
 
 /// Variables that name the profile: the SDK reads the first, boto3 both.
 pub const PROFILE_VARIABLES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
+/// The feature of the SDK for sessions of `aws login`, which its error names.
+const LOGIN_FEATURE: &str = "credentials-login";
 const ENVIRONMENT_CHANGED: &str = "credentials must be loaded again, but the environment variables \
                                    that configure them have changed";
 
@@ -54,8 +59,7 @@ pub async fn settings(region: String, options: &TransportOptions) -> SdkConfig {
 
 /// The variables and files of AWS's chain.
 pub fn environment(region: String) -> Arc<CredentialEnvironment> {
-    let is_relevant = |name: &[u8]| name == b"HOME" || name.starts_with(b"AWS_");
-    CredentialEnvironment::read(region, is_relevant, |read| {
+    CredentialEnvironment::read(region, &["AWS_"], |read| {
         let home = read.variable("HOME").map(PathBuf::from);
         let file = |name: &str, usual: &str| {
             let named = read.variable(name).map(PathBuf::from);
@@ -70,27 +74,29 @@ pub fn environment(region: String) -> Arc<CredentialEnvironment> {
 /// The credentials of AWS's chain in the present environment.
 pub fn provider(region: String, options: &TransportOptions) -> Arc<CredentialProvider> {
     let read = environment(region.clone());
-    store::provider(&read, || {
+    PROVIDERS.get(&read, || {
         let (read, options) = (Arc::clone(&read), options.clone());
-        CredentialProvider::new(move || {
+        let make = move || {
             let (read, region, options) = (Arc::clone(&read), region.clone(), options.clone());
-            Box::pin(async move {
+            let chain = async move {
                 // The chain reads the current environment, which may have changed.
                 if !environment(String::new()).has_same_variables(&read) {
                     let kind = ErrorKind::PermissionDenied;
                     return Err(MissingCredentials::failed(kind, ENVIRONMENT_CHANGED));
                 }
                 let chain = chain(region, &options).await;
-                chain.map(LibraryProvider::Aws).ok_or(MissingCredentials::Absent)
-            })
-        })
+                chain.map(library).ok_or(MissingCredentials::Absent)
+            };
+            Box::pin(chain) as MakingProvider
+        };
+        CredentialProvider::new(make, None)
     })
 }
 
 /// The SDK's chain. The SDK has sessions of `aws login` only with a feature that takes a minute to
 /// compile.
 async fn chain(region: String, options: &TransportOptions) -> Option<SharedCredentialsProvider> {
-    if let Some(session) = profiles().await.as_ref().and_then(LoginSession::of_profile) {
+    if let Some(session) = profiles().await.as_ref().and_then(login_session) {
         let variables = EnvironmentVariableCredentialsProvider::new();
         let chain = CredentialsProviderChain::first_try("variables", variables);
         return Some(SharedCredentialsProvider::new(chain.or_else("login", session)));
@@ -98,12 +104,25 @@ async fn chain(region: String, options: &TransportOptions) -> Option<SharedCrede
     settings(region, options).await.credentials_provider()
 }
 
+/// A provider of the SDK.
+pub fn library(provider: SharedCredentialsProvider) -> LibraryProvider {
+    Arc::new(move || {
+        let provider = provider.clone();
+        Box::pin(async move {
+            let found = provider.provide_credentials().await.map_err(missing_of_aws)?;
+            let expiry = found.expiry();
+            Ok((CloudCredential::Aws(found), expiry))
+        })
+    })
+}
+
 /// The credentials of two keys.
 pub fn fixed(credentials: Credentials) -> Arc<CredentialProvider> {
-    Arc::new(CredentialProvider::new(move || {
-        let found = SharedCredentialsProvider::new(credentials.clone());
-        Box::pin(async { Ok(LibraryProvider::Aws(found)) })
-    }))
+    let make = move || {
+        let provider = library(SharedCredentialsProvider::new(credentials.clone()));
+        Box::pin(async { Ok(provider) }) as MakingProvider
+    };
+    Arc::new(CredentialProvider::new(make, None))
 }
 
 impl ProvideCredentials for CredentialProvider {
@@ -111,17 +130,40 @@ impl ProvideCredentials for CredentialProvider {
     where
         Self: 'a,
     {
-        future::ProvideCredentials::new(self.provide_to_sdk())
+        future::ProvideCredentials::new(async {
+            match self.get().await {
+                Ok(CloudCredential::Aws(credentials)) => Ok(credentials),
+                #[cfg(feature = "clouds")]
+                Ok(_) => Err(CredentialsError::not_loaded("credentials of another cloud")),
+                Err(missing) => Err(CredentialsError::provider_error(Failure::from(missing))),
+            }
+        })
     }
 }
 
-impl CredentialProvider {
-    async fn provide_to_sdk(&self) -> provider::Result {
-        match self.get().await {
-            Ok(CloudCredential::Aws(credentials)) => Ok(credentials),
-            #[cfg(feature = "clouds")]
-            Ok(_) => Err(CredentialsError::not_loaded("credentials of another cloud")),
-            Err(missing) => Err(CredentialsError::provider_error(Failure::from(missing))),
+/// The failure of the SDK's chain.
+pub fn missing_of_aws(error: CredentialsError) -> MissingCredentials {
+    if is_absent(&error) {
+        return MissingCredentials::Absent;
+    }
+    let what = DisplayErrorContext(error).to_string();
+    if what.contains(LOGIN_FEATURE) {
+        let what = format!("a role is assumed with a session of `aws login`: {HOW_TO_USE_LOGINS}");
+        return MissingCredentials::failed(ErrorKind::PermissionDenied, &what);
+    }
+    MissingCredentials::of(Failure::transient(ErrorKind::PermissionDenied, what))
+}
+
+/// True if no credentials are configured. Other clouds have their own service at the address of
+/// AWS's metadata service. No response, or an unexpected one, from this address therefore also
+/// means that there are none; a busy service does not.
+fn is_absent(error: &CredentialsError) -> bool {
+    match error.source().and_then(|cause| cause.downcast_ref()) {
+        Some(ImdsError::ErrorResponse(error)) => {
+            let status = error.response().status().as_u16();
+            status < 500 && status != 429
         }
+        Some(_) => true,
+        None => matches!(error, CredentialsError::CredentialsNotLoaded(_)),
     }
 }

@@ -7,18 +7,18 @@ use std::sync::Arc;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use reqwest::header::HeaderValue;
 
-use super::library::{LibraryProvider, missing_of_store};
+use super::library::CloudCredential;
 use super::provider::CredentialProvider;
 use super::settings::{
-    RequestIdentity, check_printable, is_truthy, is_valid_name, parse_endpoint, store_provider,
-    without_retries,
+    IdentitySource, check_printable, is_truthy, is_valid_name, library, missing_of_store,
+    parse_endpoint, store_provider, without_retries,
 };
 use super::store::CredentialEnvironment;
 use crate::error::{Error, Result};
 use crate::io::transport::{FixedSettings, TransportOptions};
 
-/// Variables that count besides those of `AZURE_`.
-const OTHER_VARIABLES: [&str; 3] = ["IDENTITY_ENDPOINT", IDENTITY_HEADER, EMULATOR_URL];
+/// The beginnings of the names of variables that count.
+const VARIABLES: &[&str] = &["AZURE_", "AZURITE_", "IDENTITY_"];
 /// The variable with the address of Azurite.
 pub const EMULATOR_URL: &str = "AZURITE_BLOB_STORAGE_URL";
 /// The variable with the header of the identity service.
@@ -45,65 +45,58 @@ const PREFERRED_TO_CLI: [AzureConfigKey; 3] =
 /// Maximum bytes of a signature, because servers limit the length of a URL.
 const LONGEST_SIGNATURE: usize = 8 << 10;
 
-/// An account, and what the settings have for it.
-pub struct AzureAccess<'a> {
-    pub account: &'a str,
-    pub container: &'a str,
-    pub key: Option<&'a str>,
-    /// A shared access signature.
-    pub signature: Option<&'a str>,
-}
-
 /// The variables and files of Azure. `scope`: the account that an address names.
 pub fn environment(scope: &str) -> Arc<CredentialEnvironment> {
-    let is_relevant = |name: &[u8]| {
-        name.starts_with(b"AZURE_") || OTHER_VARIABLES.iter().any(|other| other.as_bytes() == name)
-    };
-    CredentialEnvironment::read(format!("azure {scope}"), is_relevant, |read| {
+    CredentialEnvironment::read(format!("azure {scope}"), VARIABLES, |read| {
         let file = AzureSettings::of(read).value(AzureConfigKey::FederatedTokenFile);
         file.map(PathBuf::from).into_iter().collect()
     })
 }
 
-/// The credentials of an account.
+/// The credentials for a container of an account: its key, or its shared access signature, if there
+/// are any, or those of the settings.
 pub fn credentials(
-    access: &AzureAccess<'_>,
+    (account, container): (&str, &str),
+    (key, signature): (Option<&str>, Option<&str>),
     environment: &Arc<CredentialEnvironment>,
     options: &TransportOptions,
-) -> Result<(RequestIdentity, Arc<CredentialProvider>)> {
+) -> Result<(IdentitySource, Arc<CredentialProvider>)> {
     let settings = AzureSettings::of(environment);
     let emulator = settings.is_enabled(AzureConfigKey::UseEmulator);
-    let has_account_credentials = access.key.is_some() || access.signature.is_some();
+    let has_account_credentials = key.is_some() || signature.is_some();
     let mut identity_keys = CHAIN_KEYS.into_iter().filter(|key| !AUTHORITY_KEYS.contains(key));
-    let identity = if settings.is_enabled(AzureConfigKey::SkipSignature) {
-        RequestIdentity::Anonymous
+    let source = if settings.is_enabled(AzureConfigKey::SkipSignature) {
+        IdentitySource::Anonymous
     } else if emulator
         || has_account_credentials
         || identity_keys.any(|key| settings.value(key).is_some())
     {
-        RequestIdentity::Configured
+        IdentitySource::Configured
     } else {
-        RequestIdentity::Machine
+        IdentitySource::Machine
     };
-    if identity != RequestIdentity::Anonymous && !emulator {
+    if source != IdentitySource::Anonymous && !emulator {
         refuse_cli(&settings, has_account_credentials)?;
     }
-    let builder = configured(&settings, access)?.with_use_emulator(emulator);
-    let builder = builder.with_account(access.account).with_container_name(access.container);
-    let identity_header = identity_header(environment)?;
+    let builder = configured(&settings, key, signature)?.with_use_emulator(emulator);
+    let builder = builder.with_account(account).with_container_name(container);
+    let header = environment.variable(IDENTITY_HEADER).and_then(|text| text.to_str());
+    let header = header.map(|text| check_printable(IDENTITY_HEADER, text)).transpose()?;
+    let identity_header = header.and_then(|text| HeaderValue::from_str(text).ok());
     let fixed = FixedSettings { identity_header, ..FixedSettings::default() };
     let make = move |client| {
-        let store = builder.clone().with_http_connector(client).build();
-        let store = store.map_err(missing_of_store)?;
-        Ok(LibraryProvider::Azure(Arc::clone(store.credentials())))
+        let store =
+            builder.clone().with_http_connector(client).build().map_err(missing_of_store)?;
+        Ok(library(store.credentials(), CloudCredential::Azure))
     };
-    Ok((identity, store_provider(environment, options, identity, fixed, make)))
+    Ok((source, store_provider(environment, options, source, fixed, make)))
 }
 
 /// A builder with the settings of the chain.
 fn configured(
     settings: &AzureSettings<'_>,
-    access: &AzureAccess<'_>,
+    key: Option<&str>,
+    signature: Option<&str>,
 ) -> Result<MicrosoftAzureBuilder> {
     let mut builder = MicrosoftAzureBuilder::new().with_retry(without_retries());
     for key in CHAIN_KEYS {
@@ -111,15 +104,12 @@ fn configured(
             builder = builder.with_config(key, checked(key, text)?);
         }
     }
-    if let Some(key) = access.key {
+    if let Some(key) = key {
         builder = builder.with_access_key(key);
     }
-    let Some(signature) = access.signature else { return Ok(builder) };
+    let Some(signature) = signature else { return Ok(builder) };
     if signature.len() > LONGEST_SIGNATURE {
-        let what = format!(
-            "the shared access signature (SAS) is too long: expected at most {LONGEST_SIGNATURE} \
-             bytes"
-        );
+        let what = format!("the shared access signature has more than {LONGEST_SIGNATURE} bytes");
         return Err(Error::InvalidArgument(what));
     }
     Ok(builder.with_config(AzureConfigKey::SasKey, signature))
@@ -159,30 +149,20 @@ fn checked(key: AzureConfigKey, text: &str) -> Result<String> {
     })
 }
 
-/// The header of the identity service.
-fn identity_header(environment: &CredentialEnvironment) -> Result<Option<HeaderValue>> {
-    let text = environment.variable(IDENTITY_HEADER).and_then(|text| text.to_str());
-    let found = text.map(|text| {
-        HeaderValue::from_str(check_printable(IDENTITY_HEADER, text)?)
-            .map_err(|_| Error::InvalidArgument(format!("{IDENTITY_HEADER}: not a header")))
-    });
-    found.transpose()
-}
-
 /// Settings, and their values.
 pub struct AzureSettings<'e>(Vec<(AzureConfigKey, &'e str)>);
 
 impl<'e> AzureSettings<'e> {
     /// The settings that variables hold.
     pub fn of(environment: &'e CredentialEnvironment) -> Self {
-        let text = |wanted| environment.texts().find(|(name, _)| *name == wanted);
         // The names of Azure's command line and of its libraries come first: others overrule them.
         let aliases = [
             ("AZURE_STORAGE_ACCOUNT", AzureConfigKey::AccountName),
             ("AZURE_STORAGE_KEY", AzureConfigKey::AccessKey),
             ("IDENTITY_ENDPOINT", AzureConfigKey::MsiEndpoint),
         ];
-        let aliases = aliases.into_iter().filter_map(|(name, key)| Some((key, text(name)?.1)));
+        let aliases =
+            aliases.into_iter().filter_map(|(name, key)| Some((key, environment.text(name)?)));
         let mut found: Vec<_> = aliases.collect();
         found.extend(environment.texts().filter_map(|(name, value)| {
             let name = name.starts_with("AZURE_").then(|| name.to_ascii_lowercase())?;

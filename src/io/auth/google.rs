@@ -1,16 +1,15 @@
 //! Google's credentials: a service account, application default credentials, the machine's account.
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use serde_json::Value;
 
-use super::library::{LibraryProvider, MissingCredentials, missing_of_store};
+use super::library::{CloudCredential, MissingCredentials};
 use super::settings::{
-    CloudSettings, RequestIdentity, check_host, check_printable, is_truthy, parse_endpoint,
-    store_provider, without_retries,
+    CloudIdentity, CloudSettings, IdentitySource, check_host, check_printable, is_truthy, library,
+    missing_of_store, parse_endpoint, store_provider, without_retries,
 };
 use super::store::CredentialEnvironment;
 use crate::error::{Error, Result};
@@ -19,16 +18,9 @@ use crate::io::transport::{FixedSettings, TransportOptions};
 const DEFAULT_ENDPOINT: &str = "https://storage.googleapis.com";
 /// The variable with the server of an emulator.
 const EMULATOR: &str = "STORAGE_EMULATOR_HOST";
-/// Variables that count besides those of `GOOGLE_`.
-const OTHER_VARIABLES: [&str; 7] = [
-    "HOME",
-    "CLOUDSDK_CONFIG",
-    EMULATOR,
-    "NO_GCE_CHECK",
-    "GCE_METADATA_HOST",
-    "GCE_METADATA_ROOT",
-    "GCE_METADATA_IP",
-];
+/// The beginnings of the names of variables that count.
+const VARIABLES: &[&str] =
+    &["GOOGLE_", "GCE_METADATA_", "NO_GCE_CHECK", "CLOUDSDK_CONFIG", EMULATOR];
 /// Variables that name the metadata server: of the first two the first counts.
 const METADATA_VARIABLES: [&str; 3] = ["GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"];
 const DEFAULT_METADATA_HOSTS: [&str; 2] = ["metadata.google.internal", "169.254.169.254"];
@@ -54,25 +46,19 @@ const QUOTA_PROJECT: &str = "GOOGLE_CLOUD_QUOTA_PROJECT";
 
 /// The settings of the environment for a bucket.
 pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSettings> {
-    let is_relevant = |name: &[u8]| {
-        name.starts_with(b"GOOGLE_") || OTHER_VARIABLES.iter().any(|other| other.as_bytes() == name)
-    };
-    let environment =
-        CredentialEnvironment::read("google".to_owned(), is_relevant, |environment| {
-            credential_files(&builder(environment)).chain(login_file(environment)).collect()
-        });
+    let environment = CredentialEnvironment::read("google".to_owned(), VARIABLES, |read| {
+        credential_files(&builder(read)).chain(login_files(read).into_iter().flatten()).collect()
+    });
     let builder = builder(&environment).with_bucket_name(bucket);
-    let variable = |name| environment.variable(name).and_then(|value| value.to_str()).unwrap_or("");
-    let emulator = variable(EMULATOR);
-    let key_or_token = names_credentials(&builder);
-    let identity = identity(&builder, variable);
-    let base_url = builder.get_config_value(&GoogleConfigKey::BaseUrl);
+    let source = source(&builder, &environment);
     // An emulator needs no credentials, and its name may come without `http://`.
-    let scheme = if emulator.contains("://") { "" } else { "http://" };
-    let base_url =
-        base_url.or_else(|| (!emulator.is_empty()).then(|| format!("{scheme}{emulator}")));
+    let emulator = environment.text(EMULATOR).map(|name| {
+        let scheme = if name.contains("://") { "" } else { "http://" };
+        format!("{scheme}{name}")
+    });
+    let base_url = builder.get_config_value(&GoogleConfigKey::BaseUrl).or(emulator);
     let mut fixed = FixedSettings::default();
-    if identity != RequestIdentity::Anonymous && !key_or_token {
+    if source != IdentitySource::Anonymous && !names_credentials(&builder) {
         check_login_file(&environment)?;
         fixed.metadata = metadata_hosts(&environment)?;
     }
@@ -82,20 +68,21 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     let document = credentials_document(&builder);
     let unsupported = unsupported_type(&document);
     let of_file = document.get("quota_project_id").and_then(Value::as_str);
-    let quota_project = Some(variable(QUOTA_PROJECT)).filter(|named| !named.is_empty()).or(of_file);
+    let quota_project = environment.text(QUOTA_PROJECT).or(of_file);
     let quota_project = quota_project.map(|named| check_printable(QUOTA_PROJECT, named));
-    let quota_project = quota_project.transpose()?.map(str::to_owned);
+    let quota_project = quota_project.transpose()?.map(Into::into);
     let make = move |client| {
         if let Some(what) = &unsupported {
             return Err(MissingCredentials::failed(ErrorKind::InvalidData, what));
         }
-        let store = builder.clone().with_http_connector(client).build();
-        let store = store.map_err(missing_of_store)?;
-        Ok(LibraryProvider::Google(Arc::clone(store.credentials())))
+        let store =
+            builder.clone().with_http_connector(client).build().map_err(missing_of_store)?;
+        Ok(library(store.credentials(), CloudCredential::Google))
     };
     let endpoint = parse_endpoint(base_url.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
-    let credentials = store_provider(&environment, options, identity, fixed, make);
-    Ok(CloudSettings { endpoint, account: String::new(), quota_project, identity, credentials })
+    let credentials = store_provider(&environment, options, source, fixed, make);
+    let identity = CloudIdentity { account: "".into(), quota_project, credentials };
+    Ok(CloudSettings { endpoint, source, identity })
 }
 
 /// True if the settings name a key, a token, or a file of them.
@@ -104,20 +91,20 @@ fn names_credentials(builder: &GoogleCloudStorageBuilder) -> bool {
 }
 
 /// The identity that the settings ask for.
-fn identity<'v>(
+fn source(
     builder: &GoogleCloudStorageBuilder,
-    variable: impl Fn(&'static str) -> &'v str,
-) -> RequestIdentity {
+    environment: &CredentialEnvironment,
+) -> IdentitySource {
     let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
-    let is_named = |name: &&'static str| !variable(name).is_empty();
+    let is_named = |name: &&str| environment.text(name).is_some();
     if anonymous.is_some_and(|text| is_truthy(&text)) || is_named(&EMULATOR) {
-        RequestIdentity::Anonymous
+        IdentitySource::Anonymous
     } else if names_credentials(builder) || METADATA_VARIABLES.iter().any(is_named) {
-        RequestIdentity::Configured
-    } else if is_truthy(variable("NO_GCE_CHECK")) {
-        RequestIdentity::Anonymous
+        IdentitySource::Configured
+    } else if environment.text("NO_GCE_CHECK").is_some_and(is_truthy) {
+        IdentitySource::Anonymous
     } else {
-        RequestIdentity::Machine
+        IdentitySource::Machine
     }
 }
 
@@ -155,32 +142,26 @@ fn builder(environment: &CredentialEnvironment) -> GoogleCloudStorageBuilder {
             builder = builder.with_config(key, value);
         }
     }
-    let login =
-        login_file(environment).filter(|file| !names_credentials(&builder) && file.exists());
-    match login {
+    let [named, default] = login_files(environment);
+    match named.or(default).filter(|file| !names_credentials(&builder) && file.exists()) {
         Some(file) => builder.with_application_credentials(file.to_string_lossy()),
         None => builder,
     }
 }
 
-/// The file in which gcloud keeps the credentials of a login.
-fn login_file(environment: &CredentialEnvironment) -> Option<PathBuf> {
-    let folder = environment.variable("CLOUDSDK_CONFIG").filter(|text| !text.is_empty());
-    folder
-        .map(|folder| PathBuf::from(folder).join(LOGIN_FILE))
-        .or_else(|| default_login_file(environment))
-}
-
-fn default_login_file(environment: &CredentialEnvironment) -> Option<PathBuf> {
-    let home = PathBuf::from(environment.variable("HOME")?);
-    Some(home.join(".config/gcloud").join(LOGIN_FILE))
+/// The files in which gcloud keeps the credentials of a login: in the folder that the settings name,
+/// and in the default one.
+fn login_files(environment: &CredentialEnvironment) -> [Option<PathBuf>; 2] {
+    let named = environment.variable("CLOUDSDK_CONFIG").filter(|text| !text.is_empty());
+    let default = environment.variable("HOME").map(|home| Path::new(home).join(".config/gcloud"));
+    [named.map(PathBuf::from), default].map(|folder| Some(folder?.join(LOGIN_FILE)))
 }
 
 /// Refuses a folder without that file if the default folder contains one, because the chain would
 /// use that one.
 fn check_login_file(environment: &CredentialEnvironment) -> Result<()> {
-    let elsewhere = environment.variable("CLOUDSDK_CONFIG").is_some_and(|text| !text.is_empty());
-    match default_login_file(environment).filter(|file| elsewhere && file.exists()) {
+    let [named, default] = login_files(environment);
+    match default.filter(|file| named.is_some() && file.exists()) {
         None => Ok(()),
         Some(file) => Err(Error::InvalidArgument(format!(
             "the folder of CLOUDSDK_CONFIG has no {LOGIN_FILE}, but `{}` exists: set \

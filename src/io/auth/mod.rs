@@ -22,7 +22,7 @@ pub use provider::CredentialProvider;
 #[cfg(test)]
 pub use provider::renew_at;
 #[cfg(feature = "clouds")]
-pub use settings::{CloudSettings, RequestIdentity, is_valid_name, parse_endpoint};
+pub use settings::{CloudIdentity, CloudSettings, IdentitySource, is_valid_name, parse_endpoint};
 pub use store::{CredentialEnvironment, PerEnvironment};
 #[cfg(test)]
 pub use tests::simulated;

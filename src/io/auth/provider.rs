@@ -3,12 +3,11 @@
 //! last credential is used until it expires or is refused.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
+use super::library::{Asking, CloudCredential, Found, LibraryProvider, MissingCredentials};
 use crate::io::transport::with_guarded_polls;
 use crate::sys::clock;
 use crate::sys::process::PerProcess;
@@ -28,14 +27,13 @@ pub fn renew_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
 }
 
 /// The time of the next attempt to renew what expires then.
-pub(super) fn retry_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
+pub fn retry_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
     let remaining = expiry.duration_since(now).unwrap_or(Duration::ZERO);
     now.checked_add((remaining / 10).max(SHORTEST_PAUSE)).unwrap_or(now)
 }
 
 /// The making of a library's provider.
-pub type MakingProvider =
-    Pin<Box<dyn Future<Output = Result<LibraryProvider, MissingCredentials>> + Send>>;
+pub type MakingProvider = Asking<Result<LibraryProvider, MissingCredentials>>;
 
 /// The credentials of some settings.
 pub struct CredentialProvider {
@@ -47,7 +45,7 @@ pub struct CredentialProvider {
 }
 
 #[derive(Default)]
-pub(super) struct ProviderState {
+pub struct ProviderState {
     /// Held while the library is asked, so that only one thread asks.
     asking: tokio::sync::Mutex<()>,
     known: Mutex<Known>,
@@ -74,14 +72,11 @@ struct LastCredential {
 
 impl CredentialProvider {
     /// Credentials of the provider that `make` makes.
-    pub fn new(make: impl Fn() -> MakingProvider + Send + Sync + 'static) -> Self {
-        CredentialProvider { make: Box::new(make), has_responded: None, state: PerProcess::new() }
-    }
-
-    /// The same for a machine that may have no credentials.
-    #[cfg(feature = "clouds")]
-    pub fn of_machine(self, has_responded: Option<Arc<AtomicBool>>) -> Self {
-        CredentialProvider { has_responded, ..self }
+    pub fn new(
+        make: impl Fn() -> MakingProvider + Send + Sync + 'static,
+        has_responded: Option<Arc<AtomicBool>>,
+    ) -> Self {
+        CredentialProvider { make: Box::new(make), has_responded, state: PerProcess::new() }
     }
 
     /// The current credentials.
@@ -95,13 +90,8 @@ impl CredentialProvider {
             return known;
         }
         let found = with_guarded_polls(self.ask(state)).await;
-        let is_silent = |has_responded: &Arc<AtomicBool>| !has_responded.load(Ordering::Relaxed);
-        state.keep(match found {
-            Err(_) if self.has_responded.as_ref().is_some_and(is_silent) => {
-                Err(MissingCredentials::Absent)
-            }
-            found => found,
-        })
+        let responded = self.has_responded.as_ref().is_none_or(|it| it.load(Ordering::Relaxed));
+        state.keep(found.map_err(|why| if responded { why } else { MissingCredentials::Absent }))
     }
 
     /// The time until which the last credential is used without a question to the library.
@@ -111,10 +101,7 @@ impl CredentialProvider {
     }
 
     /// Asks the library.
-    async fn ask(
-        &self,
-        state: &ProviderState,
-    ) -> Result<(CloudCredential, Option<SystemTime>), MissingCredentials> {
+    async fn ask(&self, state: &ProviderState) -> Found {
         let made = unpoisoned(state.known.lock()).provider.clone();
         let provider = match made {
             Some(provider) => provider,
@@ -123,7 +110,7 @@ impl CredentialProvider {
                 unpoisoned(state.known.lock()).provider.insert(made).clone()
             }
         };
-        provider.get().await
+        provider().await
     }
 
     /// Drops the credentials that were in use at that time, because a server has refused them, and
@@ -150,10 +137,7 @@ impl ProviderState {
     }
 
     /// Keeps what the library has found, or else the last credential while it is valid.
-    pub fn keep(
-        &self,
-        found: Result<(CloudCredential, Option<SystemTime>), MissingCredentials>,
-    ) -> Result<CloudCredential, MissingCredentials> {
+    pub fn keep(&self, found: Found) -> Result<CloudCredential, MissingCredentials> {
         let now = clock::date();
         let mut known = unpoisoned(self.known.lock());
         let valid = known.last.take().filter(|last| {
@@ -193,9 +177,13 @@ impl ProviderState {
 }
 
 #[cfg(test)]
-impl CredentialProvider {
-    /// Replaces the provider of the library.
-    pub fn use_provider(&self, provider: LibraryProvider) {
-        unpoisoned(self.state.get().known.lock()).provider = Some(provider);
+mod tests {
+    use super::*;
+
+    impl CredentialProvider {
+        /// Replaces the provider of the library.
+        pub fn use_provider(&self, provider: LibraryProvider) {
+            unpoisoned(self.state.get().known.lock()).provider = Some(provider);
+        }
     }
 }

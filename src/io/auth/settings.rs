@@ -1,31 +1,39 @@
 //! Settings that Google and Azure have in common.
 
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
 
 use object_store::RetryConfig;
+use object_store::client::CredentialProvider as StoreProvider;
 use reqwest::Url;
 
-use super::library::{LibraryProvider, MissingCredentials};
+use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
 use super::provider::{CredentialProvider, MakingProvider};
-use super::store::{self, CredentialEnvironment};
+use super::store::{CredentialEnvironment, PROVIDERS};
 use crate::environment::read_guarded;
 use crate::error::{Error, Result};
-use crate::io::transport::{FixedSettings, StoreClient, TransportOptions, show_text};
+use crate::io::transport::{Failure, FixedSettings, StoreClient, TransportOptions, show_text};
 
 /// The settings of a cloud, from the environment.
 pub struct CloudSettings {
     pub endpoint: Url,
+    pub source: IdentitySource,
+    pub identity: CloudIdentity,
+}
+
+/// The identity of requests.
+#[derive(Clone)]
+pub struct CloudIdentity {
     /// The storage account, of Azure only.
-    pub account: String,
+    pub account: Arc<str>,
     /// The project that pays for requests, of Google only.
-    pub quota_project: Option<String>,
-    pub identity: RequestIdentity,
+    pub quota_project: Option<Arc<str>>,
     pub credentials: Arc<CredentialProvider>,
 }
 
-/// The identity that requests are made with.
+/// The source of the identity of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RequestIdentity {
+pub enum IdentitySource {
     /// No identity, as the settings demand.
     Anonymous,
     /// The identity of the settings; it is an error if its credentials cannot be obtained.
@@ -38,22 +46,64 @@ pub enum RequestIdentity {
 pub fn store_provider(
     environment: &Arc<CredentialEnvironment>,
     options: &TransportOptions,
-    identity: RequestIdentity,
+    source: IdentitySource,
     fixed: FixedSettings,
     make: impl Fn(StoreClient) -> std::result::Result<LibraryProvider, MissingCredentials>
     + Send
     + Sync
     + 'static,
 ) -> Arc<CredentialProvider> {
-    store::provider(environment, || {
-        let has_responded = (identity == RequestIdentity::Machine).then(Arc::default);
+    PROVIDERS.get(environment, || {
+        let has_responded = (source == IdentitySource::Machine).then(Arc::default);
         let client = StoreClient::new(options, fixed, has_responded.clone());
         let make = move || {
             let made = read_guarded(|| make(client.clone()));
             Box::pin(async { made }) as MakingProvider
         };
-        CredentialProvider::new(make).of_machine(has_responded)
+        CredentialProvider::new(make, has_responded)
     })
+}
+
+/// A provider of object_store.
+pub fn library<T: Send + Sync + 'static>(
+    provider: &Arc<dyn StoreProvider<Credential = T>>,
+    wrap: fn(Arc<T>) -> CloudCredential,
+) -> LibraryProvider {
+    let provider = Arc::clone(provider);
+    Arc::new(move || {
+        let provider = Arc::clone(&provider);
+        Box::pin(async move {
+            let found = provider.get_credential().await.map_err(missing_of_store)?;
+            Ok((wrap(found), None))
+        })
+    })
+}
+
+/// The failure of object_store: permanent where a file or a server says that there are no
+/// credentials.
+pub fn missing_of_store(error: object_store::Error) -> MissingCredentials {
+    let error: Box<dyn std::error::Error> = error.into();
+    for cause in std::iter::successors(Some(&*error), |&error| error.source()) {
+        if let Some(found) = cause.downcast_ref::<Failure>() {
+            return MissingCredentials::of(found.copy());
+        }
+        if let Some(found) = cause.downcast_ref::<io::Error>() {
+            let refused = [ErrorKind::PermissionDenied, ErrorKind::NotFound];
+            let permanent = refused.contains(&found.kind());
+            let make = if permanent { Failure::permanent } else { Failure::transient };
+            return MissingCredentials::of(make(found.kind(), found.to_string()));
+        }
+        if let Some(found) = cause.downcast_ref::<serde_json::Error>() {
+            // The text of the error may quote the file.
+            let (line, column) = (found.line(), found.column());
+            let what = format!(
+                "cannot parse the credentials file, or the response of the credential service: \
+                 unknown type or invalid JSON, at line {line}, column {column}"
+            );
+            return MissingCredentials::failed(ErrorKind::InvalidData, &what);
+        }
+    }
+    MissingCredentials::failed(ErrorKind::PermissionDenied, &error.to_string())
 }
 
 /// Retries are the transport's, so that a caller's limits and interrupts hold.

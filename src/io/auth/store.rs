@@ -24,18 +24,20 @@ pub struct CredentialEnvironment {
 }
 
 impl CredentialEnvironment {
-    /// Reads the variables for which `is_relevant` is true, and the state of the files whose paths
-    /// `files` returns for them. Those of different scopes are never equal.
+    /// Reads `HOME` and the variables whose names begin with one of `names`, and the state of the
+    /// files whose paths `files` returns for them. Those of different scopes are never equal.
     pub fn read(
         scope: String,
-        is_relevant: impl Fn(&[u8]) -> bool,
+        names: &[&str],
         files: impl FnOnce(&CredentialEnvironment) -> Vec<PathBuf>,
     ) -> Arc<Self> {
         let mut read = CredentialEnvironment { scope, variables: Vec::new(), files: Vec::new() };
         let paths = read_guarded(|| {
-            let variables = std::env::vars_os();
-            let relevant = variables.filter(|(name, _)| is_relevant(name.as_encoded_bytes()));
-            read.variables.extend(relevant);
+            let is_relevant = |name: &OsStr| {
+                let mut begins = names.iter().map(|begin| begin.as_bytes());
+                name == "HOME" || begins.any(|begin| name.as_encoded_bytes().starts_with(begin))
+            };
+            read.variables.extend(std::env::vars_os().filter(|(name, _)| is_relevant(name)));
             read.variables.sort();
             files(&read)
         });
@@ -57,6 +59,12 @@ impl CredentialEnvironment {
         let texts = self.variables.iter();
         let texts = texts.filter_map(|(name, to)| Some((name.to_str()?, to.to_str()?.trim())));
         texts.filter(|(_, value)| !value.is_empty())
+    }
+
+    /// The value of such a variable.
+    #[cfg(feature = "clouds")]
+    pub fn text(&self, name: &str) -> Option<&str> {
+        self.texts().find(|(found, _)| *found == name).map(|(_, value)| value)
     }
 
     /// True if the variables of both are the same.
@@ -91,12 +99,5 @@ impl<T: Send + Sync> PerEnvironment<T> {
     }
 }
 
-static PROVIDERS: PerEnvironment<CredentialProvider> = PerEnvironment::new();
-
-/// The provider for an environment; the one that was made for an equal environment before.
-pub fn provider(
-    environment: &Arc<CredentialEnvironment>,
-    make: impl FnOnce() -> CredentialProvider,
-) -> Arc<CredentialProvider> {
-    PROVIDERS.get(environment, make)
-}
+/// The credential providers.
+pub static PROVIDERS: PerEnvironment<CredentialProvider> = PerEnvironment::new();

@@ -49,7 +49,7 @@ pub(crate) use self::{
     trust::{REDIS_SETTINGS, S3_SETTINGS},
 };
 #[cfg(feature = "s3")]
-pub(crate) use aws_sdk::{SdkClient, connector_error, credential_client, sdk_client};
+pub(crate) use aws_sdk::{SdkClient, credential_client, sdk_client};
 pub use options::TransportOptions;
 #[cfg(feature = "clouds")]
 pub(crate) use store_client::{FixedSettings, StoreClient};

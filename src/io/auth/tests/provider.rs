@@ -9,10 +9,11 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, SharedCredentialsProvider, future};
 use aws_sdk_s3::config::ProvideCredentials;
 
-use crate::io::auth::library::{
-    CloudCredential, LibraryProvider, MissingCredentials, missing_of_aws,
+use crate::io::auth::aws::{library, missing_of_aws};
+use crate::io::auth::library::{CloudCredential, MissingCredentials};
+use crate::io::auth::provider::{
+    CredentialProvider, MakingProvider, ProviderState, renew_at, retry_at,
 };
-use crate::io::auth::provider::{CredentialProvider, ProviderState, renew_at, retry_at};
 use crate::io::transport::Failure;
 use crate::sys::sync::unpoisoned;
 
@@ -129,13 +130,14 @@ impl ProvideCredentials for Counting {
 #[test]
 fn a_refused_credential_has_its_provider_made_anew() {
     let (made, asked) = (Mutex::new(0), Arc::new(Mutex::new(0)));
-    let provider = CredentialProvider::new(move || {
+    let make = move || {
         let mut made = unpoisoned(made.lock());
         *made += 1;
         let counting = Counting { made: *made, asked: Arc::clone(&asked) };
-        let found = LibraryProvider::Aws(SharedCredentialsProvider::new(counting));
-        Box::pin(async { Ok(found) })
-    });
+        let found = library(SharedCredentialsProvider::new(counting));
+        Box::pin(async { Ok(found) }) as MakingProvider
+    };
+    let provider = CredentialProvider::new(make, None);
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let get = || name(runtime.block_on(provider.get())).unwrap();
     let before = Instant::now();

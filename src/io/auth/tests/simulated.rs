@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::io::auth::library::LibraryProvider;
 use crate::io::auth::provider::CredentialProvider;
 use crate::io::transport::simulated::SimulatedCloud;
 
@@ -18,14 +17,14 @@ mod of_aws {
     use aws_sdk_s3::config::{Credentials, ProvideCredentials, SharedCredentialsProvider};
 
     use super::*;
-    use crate::io::auth::aws::provider;
+    use crate::io::auth::aws::{library, provider};
     use crate::io::transport::TransportOptions;
     use crate::sys::clock;
 
     /// Has the chain of AWS in a region find the credentials of a simulated cloud.
     pub fn aws(server: &Arc<SimulatedCloud>, region: &str, options: &TransportOptions) {
         let found = SharedCredentialsProvider::new(SimulatedProvider(Arc::clone(server)));
-        provider(region.to_owned(), options).use_provider(LibraryProvider::Aws(found));
+        provider(region.to_owned(), options).use_provider(library(found));
     }
 
     #[derive(Debug)]
@@ -56,6 +55,9 @@ mod of_object_store {
     use object_store::gcp::GcpCredential;
 
     use super::*;
+    use crate::io::auth::library::CloudCredential;
+    use crate::io::auth::provider::MakingProvider;
+    use crate::io::auth::settings::library;
     use crate::sys::clock;
     use crate::sys::sync::unpoisoned;
 
@@ -88,21 +90,24 @@ mod of_object_store {
     fn provider<T: std::fmt::Debug + Send + Sync + 'static>(
         server: &Arc<SimulatedCloud>,
         make: fn(String) -> T,
-        wrap: fn(Arc<dyn StoreProvider<Credential = T>>) -> LibraryProvider,
+        wrap: fn(Arc<T>) -> CloudCredential,
     ) -> Arc<CredentialProvider> {
         let server = Arc::clone(server);
-        Arc::new(CredentialProvider::new(move || {
+        let make = move || {
             let (server, cached) = (Arc::clone(&server), Mutex::default());
-            let made = wrap(Arc::new(SimulatedProvider { server, make, cached }));
-            Box::pin(async { Ok(made) })
-        }))
+            let made: Arc<dyn StoreProvider<Credential = T>> =
+                Arc::new(SimulatedProvider { server, make, cached });
+            let made = library(&made, wrap);
+            Box::pin(async { Ok(made) }) as MakingProvider
+        };
+        Arc::new(CredentialProvider::new(make, None))
     }
 
     pub fn google(server: &Arc<SimulatedCloud>) -> Arc<CredentialProvider> {
-        provider(server, |bearer| GcpCredential { bearer }, LibraryProvider::Google)
+        provider(server, |bearer| GcpCredential { bearer }, CloudCredential::Google)
     }
 
     pub fn azure(server: &Arc<SimulatedCloud>) -> Arc<CredentialProvider> {
-        provider(server, AzureCredential::BearerToken, LibraryProvider::Azure)
+        provider(server, AzureCredential::BearerToken, CloudCredential::Azure)
     }
 }

@@ -39,8 +39,8 @@ impl CloudAddress {
                 "az://container/name or abfss://container@account.dfs.core.windows.net/name"
             }
         };
+        let found = rest.split(['?', '#']).next().unwrap_or("");
         let bad = |why: &str| {
-            let found = rest.split(['?', '#']).next().unwrap_or("");
             let what = format!("expected {expected}, found `{scheme}://{found}`{why}");
             Err(Error::InvalidArgument(what))
         };
@@ -54,18 +54,14 @@ impl CloudAddress {
         if !fits_in_url(key) {
             return bad(": the name has a control character, or a component `.` or `..`");
         }
-        let (bucket, account) = match (bucket_and_account.split_once('@'), cloud) {
-            (None, _) => (bucket_and_account, None),
-            (Some(_), Cloud::Google) => return bad(": a bucket's name has no `@`"),
-            (Some((container, host)), Cloud::Azure) => match parse_host(host) {
-                Some(account) => (container, Some(account)),
-                None => {
-                    return bad(
-                        ": what follows the `@` is not the host of an Azure storage account",
-                    );
-                }
-            },
+        let (bucket, account) = match bucket_and_account.split_once('@') {
+            None => (bucket_and_account, None),
+            Some(_) if cloud == Cloud::Google => return bad(": a bucket's name has no `@`"),
+            Some((container, host)) => (container, parse_host(host)),
         };
+        if bucket != bucket_and_account && account.is_none() {
+            return bad(": what follows the `@` is not the host of an Azure storage account");
+        }
         if !is_valid_name(bucket) {
             return bad("");
         }

@@ -3,9 +3,12 @@
 use object_store::azure::AzureConfigKey;
 use reqwest::Url;
 
+use super::address::CloudAddress;
 use crate::error::{Error, Result};
-use crate::io::auth::azure::{self, AzureAccess, AzureSettings, EMULATOR_URL};
-use crate::io::auth::{CloudSettings, CredentialEnvironment, is_valid_name, parse_endpoint};
+use crate::io::auth::azure::{self, AzureSettings, EMULATOR_URL};
+use crate::io::auth::{
+    CloudIdentity, CloudSettings, CredentialEnvironment, is_valid_name, parse_endpoint,
+};
 use crate::io::transport::TransportOptions;
 
 /// The account of Azurite, and where it listens.
@@ -16,58 +19,42 @@ const HOSTS: [&str; 4] =
     ["core.windows.net", "core.usgovcloudapi.net", "core.chinacloudapi.cn", "fabric.microsoft.com"];
 const DEFAULT_ENDING: &str = "core.windows.net";
 
-/// The requested container.
-pub struct AzureContainer<'c> {
-    pub name: &'c str,
-    /// Account and host ending, where the address names them.
-    pub account: Option<&'c (String, String)>,
-    /// The address as messages show it.
-    pub display_address: &'c str,
-}
-
 /// The settings of the environment for a container.
-pub fn settings(
-    container: &AzureContainer<'_>,
-    options: &TransportOptions,
-) -> Result<CloudSettings> {
-    let host = container.account.map(|(account, ending)| format!("{account}.{ending}"));
+pub fn settings(address: &CloudAddress, options: &TransportOptions) -> Result<CloudSettings> {
+    let host = address.account.as_ref().map(|(account, ending)| format!("{account}.{ending}"));
     let environment = azure::environment(host.as_deref().unwrap_or(""));
     let settings = AzureSettings::of(&environment);
-    let (name, account) = account(container, &settings, &environment)?;
-    let endpoint = server(container, &name, &account, &settings, &environment)?;
-    let access = AzureAccess {
-        account: &name,
-        container: container.name,
-        key: account.key.as_deref(),
-        signature: account.signature.as_deref(),
-    };
-    let (identity, credentials) = azure::credentials(&access, &environment, options)?;
-    Ok(CloudSettings { endpoint, account: name, quota_project: None, identity, credentials })
+    let (name, account) = account(address, &settings, &environment)?;
+    let endpoint = server(address, &name, &account, &settings, &environment)?;
+    let keys = (account.key.as_deref(), account.signature.as_deref());
+    let container = (&*name, &*address.bucket);
+    let (source, credentials) = azure::credentials(container, keys, &environment, options)?;
+    let identity = CloudIdentity { account: name.into(), quota_project: None, credentials };
+    Ok(CloudSettings { endpoint, source, identity })
 }
 
 /// The server of an account.
 fn server(
-    container: &AzureContainer<'_>,
+    address: &CloudAddress,
     name: &str,
     account: &AzureAccount,
     settings: &AzureSettings<'_>,
     environment: &CredentialEnvironment,
 ) -> Result<Url> {
     if settings.is_enabled(AzureConfigKey::UseEmulator) {
-        let found = environment.texts().find(|(name, _)| *name == EMULATOR_URL);
-        let found = found.map_or(EMULATOR.1, |(_, text)| text);
+        let found = environment.text(EMULATOR_URL).unwrap_or(EMULATOR.1);
         return parse_endpoint(&format!("{}/{name}", found.trim_end_matches('/')));
     }
     let fabric = settings.is_enabled(AzureConfigKey::UseFabricEndpoint);
-    let default_ending = if fabric { "fabric.microsoft.com" } else { "core.windows.net" };
-    let ending = container.account.map_or(default_ending, |(_, ending)| ending);
+    let default_ending = if fabric { "fabric.microsoft.com" } else { DEFAULT_ENDING };
+    let ending = address.account.as_ref().map_or(default_ending, |(_, ending)| ending);
     let usual = || format!("https://{name}.blob.{ending}");
     parse_endpoint(&account.endpoint.clone().unwrap_or_else(usual))
 }
 
 /// The account of a container: from its address, or from the environment.
 fn account(
-    container: &AzureContainer<'_>,
+    address: &CloudAddress,
     settings: &AzureSettings<'_>,
     environment: &CredentialEnvironment,
 ) -> Result<(String, AzureAccount)> {
@@ -78,43 +65,34 @@ fn account(
         signature: text(AzureConfigKey::SasKey),
         endpoint: text(AzureConfigKey::Endpoint),
     };
-    let of_string =
-        environment.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
-    let of_string = of_string.map_or_else(
-        || Ok(AzureAccount::default()),
-        |(_, text)| AzureAccount::parse_connection_string(text),
-    )?;
+    let of_string = environment.text("AZURE_STORAGE_CONNECTION_STRING");
+    let of_string = of_string.map(AzureAccount::parse_connection_string).transpose()?;
+    let of_string = of_string.unwrap_or_else(AzureAccount::default);
     // Variables that name no account belong to the account of the other variables.
-    let owner = of_variables
-        .name_and_ending()
-        .or_else(|| of_string.name_and_ending())
-        .map(|(name, _)| name);
+    let owner = of_variables.name_and_ending().or_else(|| of_string.name_and_ending());
+    let owner = owner.map(|(name, _)| name);
     let of_variables = AzureAccount { name: owner.clone(), ..of_variables };
-    let of_address = container.account;
     let emulator = settings.is_enabled(AzureConfigKey::UseEmulator);
-    let named = of_address.map(|(name, _)| name.clone()).or(owner.clone());
+    let named = address.account.as_ref().map(|(name, _)| name.clone()).or(owner.clone());
     let name = named.or_else(|| emulator.then(|| EMULATOR.0.to_owned()));
+    let invalid = |what| Error::InvalidArgument(format!("`{}`: {what}", address.display_address));
     let name = name.filter(|name| is_valid_name(name)).ok_or_else(|| {
-        Error::InvalidArgument(format!(
-            "`{}`: no storage account given: set AZURE_STORAGE_ACCOUNT_NAME to its name, or use \
+        invalid(
+            "no storage account given: set AZURE_STORAGE_ACCOUNT_NAME to its name, or use \
              abfss://container@account.dfs.core.windows.net/name",
-            container.display_address
-        ))
+        )
     })?;
-    if of_address.is_some() && owner.is_none() && of_variables.has_credentials_or_endpoint() {
-        let what = format!(
-            "`{}`: the environment has an account key, a shared access signature or an endpoint, \
-             but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME",
-            container.display_address
-        );
-        return Err(Error::InvalidArgument(what));
+    if address.account.is_some() && owner.is_none() && of_variables.has_credentials_or_endpoint() {
+        return Err(invalid(
+            "the environment has an account key, a shared access signature or an endpoint, but \
+             not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME",
+        ));
     }
     // Credentials of one account are not sent to another.
-    let ending = of_address.map(|(_, ending)| ending.as_str());
-    let is_of_any = owner.is_none();
+    let ending = address.account.as_ref().map(|(_, ending)| ending.as_str());
     let usable = [of_variables, of_string]
         .into_iter()
-        .filter(|found| is_of_any || found.belongs_to(&name, ending));
+        .filter(|found| owner.is_none() || found.belongs_to(&name, ending));
     let found = usable.fold(AzureAccount::default(), AzureAccount::or);
     Ok((name, found))
 }
@@ -131,10 +109,8 @@ pub struct AzureAccount {
 impl AzureAccount {
     /// Parses a connection string.
     pub fn parse_connection_string(text: &str) -> Result<AzureAccount> {
-        let bad = |what: &str| {
-            let what = format!("AZURE_STORAGE_CONNECTION_STRING: {what}");
-            Err(Error::InvalidArgument(what))
-        };
+        let bad =
+            |what| Err(Error::InvalidArgument(format!("AZURE_STORAGE_CONNECTION_STRING: {what}")));
         let mut found = AzureAccount::default();
         let (mut scheme, mut ending) = (None, None);
         for part in text.split(';').map(str::trim).filter(|part| !part.is_empty()) {
@@ -166,25 +142,20 @@ impl AzureAccount {
             return bad("expected EndpointSuffix=core.windows.net or the end of another host");
         }
         found.name = found.name_and_ending().map(|(name, _)| name);
-        match found.name.as_ref().filter(|name| is_valid_name(name)) {
-            Some(name) if found.endpoint.is_none() => {
-                found.endpoint = Some(format!("{scheme}://{name}.blob.{ending}"));
-                Ok(found)
-            }
-            Some(_) => Ok(found),
-            None => bad("it has no account name: expected AccountName=name"),
-        }
+        let Some(name) = found.name.as_ref().filter(|name| is_valid_name(name)) else {
+            return bad("it has no account name: expected AccountName=name");
+        };
+        let usual = || format!("{scheme}://{name}.blob.{ending}");
+        found.endpoint = found.endpoint.or_else(|| Some(usual()));
+        Ok(found)
     }
 
     /// The account's name, and the ending of its host if that is known.
     pub fn name_and_ending(&self) -> Option<(String, Option<String>)> {
         let server = self.endpoint.as_ref().and_then(|text| parse_endpoint(text).ok());
         let of_server = server.and_then(|url| parse_host(url.host_str()?));
-        match (&self.name, of_server) {
-            (Some(name), of_server) => Some((name.clone(), of_server.map(|(_, ending)| ending))),
-            (None, Some((name, ending))) => Some((name, Some(ending))),
-            (None, None) => None,
-        }
+        let (of_server, ending) = of_server.unzip();
+        Some((self.name.clone().or(of_server)?, ending))
     }
 
     /// True if this belongs to that account.

@@ -3,55 +3,38 @@
 use reqwest::Url;
 
 use super::address::{Cloud, CloudAddress};
-use super::authorize::CloudIdentity;
-use super::azure_account::{self, AzureContainer};
+use super::azure_account;
 use crate::error::{Error, Result};
-use crate::io::auth::{MissingCredentials, RequestIdentity, google};
+use crate::io::auth::{CloudIdentity, IdentitySource, MissingCredentials, google};
 use crate::io::transport::{TransportOptions, fits_in_url};
 
 /// Bytes of the longest name: the clouds take 1024 characters, and a URL has its limits.
 const LONGEST_KEY: usize = 4096;
 
-/// A bucket or container.
-pub struct CloudBucket {
-    /// The URL to which names of objects are added.
-    pub url: Url,
-    /// None: requests are anonymous.
-    pub identity: Option<CloudIdentity>,
-}
-
-/// Finds the bucket of an address. Contacts a server only to find out whether this machine has an
-/// identity, if the settings state none.
-pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Result<CloudBucket> {
+/// Finds the URL of the bucket of an address, and the identity of requests; without one, they are
+/// anonymous. Contacts a server only to find out whether this machine has an identity, if the
+/// settings state none.
+pub async fn resolve(
+    address: &CloudAddress,
+    options: &TransportOptions,
+) -> Result<(Url, Option<CloudIdentity>)> {
     let found = match address.cloud {
         Cloud::Google => google::settings(&address.bucket, options)?,
-        Cloud::Azure => {
-            let (account, display_address) = (address.account.as_ref(), &*address.display_address);
-            azure_account::settings(
-                &AzureContainer { name: &address.bucket, account, display_address },
-                options,
-            )?
-        }
+        Cloud::Azure => azure_account::settings(address, options)?,
     };
-    let is_anonymous = match found.identity {
-        RequestIdentity::Anonymous => true,
-        RequestIdentity::Configured => false,
+    let is_anonymous = match found.source {
+        IdentitySource::Anonymous => true,
+        IdentitySource::Configured => false,
         // A machine whose metadata service fails has an identity: its requests are retried.
-        RequestIdentity::Machine => {
-            matches!(found.credentials.get().await, Err(MissingCredentials::Absent))
+        IdentitySource::Machine => {
+            matches!(found.identity.credentials.get().await, Err(MissingCredentials::Absent))
         }
     };
-    let identity = (!is_anonymous).then(|| CloudIdentity {
-        account: found.account.into(),
-        quota_project: found.quota_project.map(Into::into),
-        credentials: found.credentials,
-    });
-    let root = found.endpoint;
-    let bad =
-        || Error::InvalidArgument(format!("the endpoint `{root}` is not the address of a server"));
-    let mut url = root.clone();
-    url.path_segments_mut().map_err(|()| bad())?.pop_if_empty().push(&address.bucket);
-    Ok(CloudBucket { url, identity })
+    let mut url = found.endpoint;
+    if let Ok(mut path) = url.path_segments_mut() {
+        path.pop_if_empty().push(&address.bucket);
+    }
+    Ok((url, (!is_anonymous).then_some(found.identity)))
 }
 
 /// The URL of an object.
@@ -60,8 +43,9 @@ pub fn object_url(bucket: &Url, key: &str) -> std::result::Result<Url, String> {
         return Err(format!("{key:?} cannot be the name of an object"));
     }
     let mut url = bucket.clone();
-    let path = url.path_segments_mut();
-    path.map_err(|()| format!("`{bucket}` is not the address of a server"))?.extend(key.split('/'));
+    if let Ok(mut path) = url.path_segments_mut() {
+        path.extend(key.split('/'));
+    }
     Ok(url)
 }
 

@@ -7,10 +7,11 @@ use std::time::{Duration, SystemTime};
 use reqwest::{StatusCode, Url};
 
 use super::address::{Cloud, CloudAddress};
-use super::authorize::{AZURE_VERSION, CloudIdentity, with_project_hint};
-use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
+use super::authorize::{AZURE_VERSION, with_project_hint};
+use super::bucket::{object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::io::auth::CloudIdentity;
 use crate::io::http::{self, FileUrl, Refusal, Sign, SignFuture};
 use crate::io::transport::{Failure, RequestTarget, run_once};
 use crate::io::{OpenOptions, ReadAt};
@@ -25,8 +26,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     let display_address = address.display_address.clone();
     // Finding credentials may need the network, on machines of a cloud.
     let found = resolve(&address, &options.transport);
-    let CloudBucket { url, identity } =
-        run_once(&display_address, &options.transport, cancel, found)?;
+    let (url, identity) = run_once(&display_address, &options.transport, cancel, found)?;
     let tls = url.scheme() == "https";
     let Some(identity) = identity else {
         let mut options = options.clone();
@@ -39,7 +39,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         return opened.map_err(|error| with_anonymous_hint(error, address.cloud));
     };
     let headers = options.transport.headers.clone();
-    let signer = CloudSigner { bucket: Arc::new(url), identity, address, headers };
+    let signer = CloudSigner { bucket: url, identity, address, headers };
     http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, None, options, cancel)
 }
 
@@ -49,8 +49,9 @@ pub fn display_address(uri: &str) -> Option<String> {
 }
 
 /// Authorizes requests for an object.
+#[derive(Clone)]
 struct CloudSigner {
-    bucket: Arc<Url>,
+    bucket: Url,
     identity: CloudIdentity,
     address: CloudAddress,
     /// Headers of the caller.
@@ -59,14 +60,22 @@ struct CloudSigner {
 
 impl Sign for CloudSigner {
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
-        Box::pin(self.sign_now())
+        Box::pin(async {
+            let authorize = self.identity.authorization().await?;
+            let url = object_url(&self.bucket, &self.address.key)
+                .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
+            let target = RequestTarget::new(url, self.headers.clone());
+            let now = clock::date();
+            let until = now.checked_add(VALID_FOR).unwrap_or(now);
+            Ok((target.authorized(Arc::new(authorize)), until))
+        })
     }
 
     fn refusal(&self, refused: &Refusal<'_>) -> Failure {
         // The status 401 means that a token has expired.
         let expired = refused.reason.says_expired() || refused.status == StatusCode::UNAUTHORIZED;
         if expired {
-            self.identity.invalidate(refused.signed);
+            self.identity.credentials.invalidate(refused.signed);
         }
         let code = refused.reason.code.as_deref().unwrap_or("");
         with_project_hint(refused.failure().if_renewable(expired), code)
@@ -77,24 +86,7 @@ impl Sign for CloudSigner {
     }
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
-        Box::new(CloudSigner {
-            bucket: Arc::clone(&self.bucket),
-            identity: self.identity.clone(),
-            address: self.address.sibling(name),
-            headers: self.headers.clone(),
-        })
-    }
-}
-
-impl CloudSigner {
-    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
-        let authorize = self.identity.authorization().await?;
-        let url = object_url(&self.bucket, &self.address.key)
-            .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
-        let location = RequestTarget::new(url, self.headers.clone());
-        let location = location.authorized(Arc::new(authorize));
-        let now = clock::date();
-        Ok((location, now.checked_add(VALID_FOR).unwrap_or(now)))
+        Box::new(CloudSigner { address: self.address.sibling(name), ..self.clone() })
     }
 }
 
@@ -120,8 +112,7 @@ mod tests {
                 Cloud::Azure => simulated::azure(&simulated_cloud),
             };
             let display_address = address.display_address.clone();
-            let (bucket, headers) =
-                (Arc::new(simulated_cloud.serve().parse().unwrap()), Vec::new());
+            let (bucket, headers) = (simulated_cloud.serve().parse().unwrap(), Vec::new());
             let account = "account".into();
             let identity = CloudIdentity { account, quota_project: None, credentials };
             let signer = CloudSigner { bucket, identity, address, headers };

@@ -10,91 +10,81 @@ use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Body, Method, Request, StatusCode, Url};
 
 use super::address::{Cloud, CloudAddress};
-use super::authorize::{AZURE_VERSION, CloudIdentity, with_project_hint};
-use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
+use super::authorize::{AZURE_VERSION, with_project_hint};
+use super::azure::{self, Blob};
+use super::bucket::{object_url, resolve, with_anonymous_hint};
+use super::google::{self, GoogleObject};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::object::upload::{UploadRequests, confirm_if_present};
+use crate::io::OpenOptions;
+use crate::io::auth::CloudIdentity;
+use crate::io::object::upload::{
+    UploadProtocol, UploadRequests, UploadSink, confirm_if_present, new_mark,
+};
 use crate::io::transport::{
-    Client, ErrorDocument, Failure, TransportOptions, UploadBody, read_document, run_once,
-    status_failure,
+    Client, ErrorDocument, Failure, UploadBody, read_document, run_once, status_failure,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
-const COMBINE_LIMIT: Duration = Duration::from_secs(120);
+pub const COMBINE_LIMIT: Duration = Duration::from_secs(120);
 /// Error codes for uploads that arrived damaged.
 const DAMAGED: [&str; 3] = ["BadDigest", "Crc64Mismatch", "Md5Mismatch"];
 /// Error codes of servers that do not support the header with a checksum.
 const UNKNOWN_CHECKSUM: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
 
+/// Creates an object or a blob. Finds the server and the credentials; nothing is sent before a part
+/// is complete.
+pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
+    let address = CloudAddress::parse(uri)?;
+    let (cloud, display_address) = (address.cloud, address.display_address.clone());
+    let options = &options.transport;
+    // Finding credentials may need the network, on machines of a cloud.
+    let found = resolve(&address, options);
+    let (url, identity) = run_once(&display_address, options, cancel, found)?;
+    let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
+    let names = (display_address.clone(), url.to_string());
+    let tls = url.scheme() == "https";
+    let requests = UploadRequests::new(display_address, options.clone(), tls)?;
+    let checksums = AtomicBool::new(true);
+    let object = |mark: &'static str| -> Result<_> {
+        Ok(CloudObject { requests, cloud, url, identity, mark: (mark, new_mark()?), checksums })
+    };
+    let (object, limits): (Arc<dyn UploadProtocol>, _) = match cloud {
+        Cloud::Google => (Arc::new(GoogleObject(object(google::MARK)?)), google::LIMITS),
+        Cloud::Azure => (Arc::new(Blob(object(azure::MARK)?)), azure::LIMITS),
+    };
+    UploadSink::new(object, names, limits, options)
+}
+
 /// A request of an upload.
 pub struct UploadRequest<'a> {
     pub method: Method,
-    pub query: Vec<(&'static str, String)>,
-    pub fields: Vec<(&'static str, String)>,
-    pub body: &'a Bytes,
+    pub query: &'a [(&'a str, &'a str)],
+    pub fields: &'a [(&'static str, &'a str)],
+    pub body: Bytes,
     /// The header with the checksum of the body; left out where the server does not know it.
     pub checksum: Option<(&'static str, String)>,
-    /// True for refusals, by status and code, that the caller handles.
-    pub handled: fn(StatusCode, &str) -> bool,
-    /// True for a success that is complete.
-    pub complete: fn(&CloudResponse) -> bool,
     /// Time limit for the server, if that is longer than usual.
     pub stall_limit: Duration,
 }
 
-impl<'a> UploadRequest<'a> {
-    pub fn new(method: Method, body: &'a Bytes) -> Self {
-        let (query, fields) = (Vec::new(), Vec::new());
-        UploadRequest {
-            method,
-            query,
-            fields,
-            body,
-            checksum: None,
-            handled: |_, _| false,
-            complete: |_| true,
-            stall_limit: Duration::ZERO,
-        }
-    }
-
-    pub fn query(mut self, name: &'static str, value: impl Into<String>) -> Self {
-        self.query.push((name, value.into()));
-        self
-    }
-
-    pub fn field(mut self, name: &'static str, value: impl Into<String>) -> Self {
-        self.fields.push((name, value.into()));
-        self
-    }
-
-    pub fn checksum(self, name: &'static str, value: String) -> Self {
-        UploadRequest { checksum: Some((name, value)), ..self }
-    }
-
-    pub fn handling(self, handled: fn(StatusCode, &str) -> bool) -> Self {
-        UploadRequest { handled, ..self }
-    }
-
-    pub fn complete_if(self, complete: fn(&CloudResponse) -> bool) -> Self {
-        UploadRequest { complete, ..self }
-    }
-
-    /// The same request, which has the server combine thousands of parts.
-    pub fn with_long_limit(self) -> Self {
-        UploadRequest { stall_limit: COMBINE_LIMIT, ..self }
+impl UploadRequest<'_> {
+    pub fn new(method: Method, body: Bytes) -> Self {
+        let (query, fields, stall_limit) = (&[], &[], Duration::ZERO);
+        UploadRequest { method, query, fields, body, checksum: None, stall_limit }
     }
 
     fn build(&self, url: &Url, checksums: bool, sent: &Arc<AtomicU64>) -> Result<Request, Failure> {
         let mut url = url.clone();
         if !self.query.is_empty() {
-            url.query_pairs_mut().extend_pairs(&self.query);
+            url.query_pairs_mut().extend_pairs(self.query);
         }
         let mut request = Request::new(self.method.clone(), url);
-        for (name, value) in self.fields.iter().chain(self.checksum.iter().filter(|_| checksums)) {
-            let odd =
-                |_| Failure::permanent(ErrorKind::InvalidInput, format!("`{name}`: {value:?}"));
-            let value = HeaderValue::from_str(value).map_err(odd)?;
+        let checksum = self.checksum.iter().filter(|_| checksums);
+        let checksum = checksum.map(|(name, value)| (*name, value.as_str()));
+        for (name, value) in self.fields.iter().copied().chain(checksum) {
+            let value = HeaderValue::from_str(value)
+                .map_err(|e| Failure::permanent(ErrorKind::InvalidInput, e.to_string()))?;
             request.headers_mut().insert(HeaderName::from_static(name), value);
         }
         if matches!(self.method, Method::PUT | Method::POST) {
@@ -106,14 +96,24 @@ impl<'a> UploadRequest<'a> {
     }
 }
 
+/// The outcome of a request whose response says nothing but its success.
+pub fn done(response: &CloudResponse) -> Option<Result<()>> {
+    response.success().map(|_| Ok(()))
+}
+
 /// The response of a server.
 pub struct CloudResponse {
     pub status: StatusCode,
-    pub fields: HeaderMap,
+    fields: HeaderMap,
     text: String,
 }
 
 impl CloudResponse {
+    /// This response, if its status is that of a success.
+    pub fn success(&self) -> Option<&Self> {
+        self.status.is_success().then_some(self)
+    }
+
     /// The text of an XML element without children, in a document of known form. None if it has
     /// entities.
     pub fn element(&self, name: &str) -> Option<&str> {
@@ -160,96 +160,69 @@ impl CloudResponse {
 /// An object or blob, and the identity of requests.
 pub struct CloudObject {
     pub requests: UploadRequests<Client>,
-    pub cloud: Cloud,
-    pub url: Url,
+    cloud: Cloud,
+    url: Url,
     identity: Option<CloudIdentity>,
+    /// The name and the value of the header that marks an object of this upload.
+    mark: (&'static str, String),
     /// False once the server has turned out not to know checksums.
     checksums: AtomicBool,
 }
 
 impl CloudObject {
-    /// Finds the server and the credentials. Nothing is sent yet.
-    pub fn new(uri: &str, options: TransportOptions, cancel: &dyn Cancel) -> Result<Self> {
-        let address = CloudAddress::parse(uri)?;
-        // Finding credentials may need the network, on machines of a cloud.
-        let found =
-            run_once(&address.display_address, &options, cancel, resolve(&address, &options))?;
-        let CloudBucket { url, identity } = found;
-        let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
-        let tls = url.scheme() == "https";
-        Ok(CloudObject {
-            requests: UploadRequests::new(address.display_address, options, tls)?,
-            cloud: address.cloud,
-            url,
-            identity,
-            checksums: AtomicBool::new(true),
-        })
+    /// The header that marks an object of this upload.
+    pub fn mark(&self) -> (&'static str, &str) {
+        (self.mark.0, &self.mark.1)
     }
 
-    /// Repeats a request until it succeeds, or is refused in a way that the caller handles.
-    pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<CloudResponse> {
+    /// Repeats a request until `take` accepts its response: None stands for a failure.
+    pub fn send<T>(
+        &self,
+        request: &UploadRequest<'_>,
+        cancel: &dyn Cancel,
+        take: impl Fn(&CloudResponse) -> Option<Result<T>>,
+    ) -> Result<T> {
         let invalidate = |used| {
             if let Some(identity) = &self.identity {
-                identity.invalidate(used);
+                identity.credentials.invalidate(used);
             }
         };
-        let wrap = |client| (client, Arc::default());
-        let response = self.requests.send(cancel, wrap, invalidate, |client, sent| async move {
-            let checksums = self.checksums.load(Ordering::Relaxed);
+        let (wrap, take) = (|client| (client, Arc::default()), &take);
+        let taken = self.requests.send(cancel, wrap, invalidate, |client, sent| async move {
+            let checksums = request.checksum.is_some() && self.checksums.load(Ordering::Relaxed);
             let mut response = self.send_once(request, checksums, &client, &sent).await?;
-            if checksums
-                && request.checksum.is_some()
-                && UNKNOWN_CHECKSUM.contains(&response.code())
-            {
+            if checksums && UNKNOWN_CHECKSUM.contains(&response.code()) {
                 response = self.send_once(request, false, &client, &sent).await?;
                 if response.status.is_success() {
                     self.checksums.store(false, Ordering::Relaxed);
                 }
             }
-            let good = if response.status.is_success() {
-                (request.complete)(&response)
-            } else {
-                (request.handled)(response.status, response.code())
-            };
-            if good { Ok(response) } else { Err(response.failure()) }
+            take(&response).ok_or_else(|| response.failure())
         });
-        response.map_err(|error| self.with_hint(error))
-    }
-
-    /// The outcome of a failed last request, whose response may have been lost: success if the
-    /// object has `len` bytes, and the mark of this upload in a header.
-    pub fn confirm_completed(
-        &self,
-        error: Error,
-        (field, mark): (&str, &str),
-        len: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
-        confirm_if_present(error, || {
-            let nothing = Bytes::new();
-            let request = UploadRequest::new(Method::HEAD, &nothing)
-                .handling(|status, _| status == StatusCode::NOT_FOUND);
-            let response = self.send(&request, cancel)?;
-            let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
-            Ok(response.field(field) == Some(mark)
-                && response.field("content-length").is_some_and(is_whole))
-        })
-    }
-
-    /// The error of a refusal that the caller does not accept.
-    pub fn refusal_error(&self, response: &CloudResponse) -> Error {
-        self.with_hint(Error::io(
-            "writing",
-            &self.requests.display_address,
-            response.failure().error,
-        ))
-    }
-
-    fn with_hint(&self, error: Error) -> Error {
-        match self.identity {
+        taken.map_err(|error| match self.identity {
             Some(_) => error,
             None => with_anonymous_hint(error, self.cloud),
-        }
+        })?
+    }
+
+    /// The same for the last request of an upload, whose response may be lost: after a failure, it
+    /// is a success if the object has `len` bytes, and the mark of this upload.
+    pub fn send_last(
+        &self,
+        request: &UploadRequest<'_>,
+        len: u64,
+        cancel: &dyn Cancel,
+        take: impl Fn(&CloudResponse) -> Option<Result<()>>,
+    ) -> Result<()> {
+        let is_there = || {
+            let (field, mark) = self.mark();
+            self.send(&UploadRequest::new(Method::HEAD, Bytes::new()), cancel, |response| {
+                let is_whole = |size: &str| size.parse() == Ok(len);
+                let is_marked = response.success()?.field(field) == Some(mark);
+                Some(Ok(is_marked && response.field("content-length").is_some_and(is_whole)))
+            })
+        };
+        self.send(request, cancel, take).or_else(|error| confirm_if_present(error, is_there))
     }
 
     async fn send_once(
@@ -298,14 +271,15 @@ mod tests {
             let requests = UploadRequests::new("an object".to_owned(), transport, false).unwrap();
             let (account, checksums) = ("account".into(), AtomicBool::new(true));
             let identity = Some(CloudIdentity { account, quota_project: None, credentials });
-            let object = CloudObject { requests, cloud, url, identity, checksums };
+            let mark = (google::MARK, String::new());
+            let object = CloudObject { requests, cloud, url, identity, mark, checksums };
             let bytes = Bytes::from_static(b"some bytes");
             while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.
                 if simulated_cloud.now() == 43_320 {
                     simulated_cloud.revoke_all();
                 }
-                object.send(&UploadRequest::new(Method::PUT, &bytes), &Never).unwrap();
+                object.send(&UploadRequest::new(Method::PUT, bytes.clone()), &Never, done).unwrap();
                 simulated_cloud.advance(60);
             }
             assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 1, "{cloud:?}");

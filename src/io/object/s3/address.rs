@@ -23,39 +23,31 @@ impl S3Address {
     /// Parses an address.
     pub fn parse(uri: &str) -> Result<Self> {
         let rest = uri.split_once("://").map_or(uri, |(_, rest)| rest);
-        let (object, query) = match rest.find(['?', '#']).and_then(|at| rest.split_at_checked(at)) {
-            Some((object, query)) => (object, Some(query)),
-            None => (rest, None),
-        };
+        let (object, query) = rest.split_at(rest.find(['?', '#']).unwrap_or(rest.len()));
         let (bucket, key) = split_bucket(object);
+        let invalid =
+            |what: &str| Err(Error::InvalidArgument(format!("`{}`: {what}", show_text(uri))));
         if bucket.is_empty() || key.is_empty() {
             let what = format!("expected s3://bucket/key, found `{}`", show_text(uri));
             return Err(Error::InvalidArgument(what));
         }
         if [bucket, key].into_iter().any(has_dot_component) {
-            let what = format!(
-                "`{}`: a key with a component `.` or `..` cannot be sent: URLs resolve them, and \
-                 name another object",
-                show_text(uri)
+            return invalid(
+                "a key with a component `.` or `..` cannot be sent: URLs resolve them, and name \
+                 another object",
             );
-            return Err(Error::InvalidArgument(what));
         }
-        let version_of = |more: &str| {
-            let version = more.strip_prefix('?')?.strip_prefix(VERSION)?;
-            let fits = !version.is_empty() && !version.contains(['&', '#', '?']);
-            fits.then(|| version.to_owned())
-        };
-        let version = query.map(version_of);
-        if version == Some(None) {
+        let version = query.strip_prefix('?').and_then(|query| query.strip_prefix(VERSION));
+        let version = version.filter(|text| !text.is_empty() && !text.contains(['&', '#', '?']));
+        if version.is_none() && !query.is_empty() {
             // The message does not quote the query, which may be a secret.
-            let what = format!(
-                "`{}`: only ?{VERSION}... may follow the key, which cannot contain `?` or `#`; \
-                 tensorizer 2 dropped the rest, and opened `s3://{object}`",
-                show_text(uri)
-            );
-            return Err(Error::InvalidArgument(what));
+            return invalid(&format!(
+                "only ?{VERSION}... may follow the key, which cannot contain `?` or `#`; \
+                 tensorizer 2 dropped the rest, and opened `s3://{object}`"
+            ));
         }
-        Ok(S3Address { bucket: bucket.to_owned(), key: key.to_owned(), version: version.flatten() })
+        let version = version.map(str::to_owned);
+        Ok(S3Address { bucket: bucket.to_owned(), key: key.to_owned(), version })
     }
 
     /// The address for messages. No part of it is a secret.
@@ -82,10 +74,8 @@ fn split_bucket(object: &str) -> (&str, &str) {
         None => 0,
     };
     let end = object.get(name..).and_then(|rest| rest.find('/')).map(|at| name + at);
-    match end.and_then(|end| object.split_at_checked(end)) {
-        Some((bucket, key)) => (bucket, key.strip_prefix('/').unwrap_or(key)),
-        None => (object, ""),
-    }
+    let (bucket, key) = object.split_at(end.unwrap_or(object.len()));
+    (bucket, key.strip_prefix('/').unwrap_or(key))
 }
 
 #[cfg(test)]

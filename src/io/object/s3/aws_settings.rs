@@ -1,16 +1,12 @@
 //! Settings of AWS in the environment and the profile, except credentials.
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use aws_config::environment::EnvironmentVariableRegionProvider;
 use aws_config::imds::region::ImdsRegionProvider;
-use aws_config::meta::region::RegionProviderChain;
-use aws_config::profile::ProfileFileRegionProvider;
 use aws_config::provider_config::ProviderConfig;
 
-use crate::environment::read_guarded;
+use crate::environment::{expand_home, read_guarded};
 use crate::error::{Error, Escaped, Result};
 use crate::io::auth::PerEnvironment;
 use crate::io::auth::aws::{self, PROFILE_VARIABLES, profile, profiles};
@@ -48,12 +44,10 @@ const PROFILE_SIGNS: [&str; 8] = [
 
 /// The region from the environment or the profile.
 pub async fn named_region() -> Option<String> {
-    let mut of_profile = ProfileFileRegionProvider::builder();
-    if let Some(profile) = profile() {
-        of_profile = of_profile.profile_name(profile);
+    if let Some(region) = variable("AWS_REGION").or_else(|| variable("AWS_DEFAULT_REGION")) {
+        return Some(region);
     }
-    let found = RegionProviderChain::first_try(EnvironmentVariableRegionProvider::new());
-    found.or_else(of_profile.build()).region().await.map(|region| region.to_string())
+    profiles().await?.get("region").map(str::to_owned)
 }
 
 /// The certificates that the environment, or `ca_bundle` of the profile, names for AWS.
@@ -63,11 +57,7 @@ pub async fn trust() -> Option<Trust> {
     }
     let profiles = profiles().await?;
     let path = profiles.get("ca_bundle").filter(|path| !path.is_empty())?;
-    let path = PathBuf::from(path);
-    let path = match path.strip_prefix("~") {
-        Ok(rest) => crate::environment::home()?.join(rest),
-        Err(_) => path,
-    };
+    let path = expand_home(path.into())?;
     Some(Trust::Bundle { path, named_by: "`ca_bundle` of AWS's profile" })
 }
 
@@ -111,21 +101,19 @@ pub async fn sign() -> Option<String> {
 /// Refuses one key of a pair, of the environment or else of the profile, without the other. The
 /// chain would skip half a pair of the environment, and use other credentials or none.
 pub async fn check_pair(uri: &str) -> Result<()> {
-    let [access, secret] = KEY_VARIABLES;
-    let has_secret = variable(secret).is_some();
-    let (set, missing) = match variable(access) {
-        Some(_) if has_secret || variable("SECRET_ACCESS_KEY").is_some() => return Ok(()),
-        Some(_) => (access, secret),
-        None if has_secret => (secret, access),
-        None => {
+    let (names, are_set) = match KEY_VARIABLES.map(|name| variable(name).is_some()) {
+        [false, false] => {
             let Some(profiles) = profiles().await else { return Ok(()) };
-            let [access, secret] = ["aws_access_key_id", "aws_secret_access_key"];
-            match [access, secret].map(|name| profiles.get(name).is_some()) {
-                [true, false] => (access, secret),
-                [false, true] => (secret, access),
-                _ => return Ok(()),
-            }
+            let names = ["aws_access_key_id", "aws_secret_access_key"];
+            (names, names.map(|name| profiles.get(name).is_some()))
         }
+        [access, secret] => {
+            (KEY_VARIABLES, [access, secret || variable("SECRET_ACCESS_KEY").is_some()])
+        }
+    };
+    let (set, missing) = match (names, are_set) {
+        ([set, missing], [true, false]) | ([missing, set], [false, true]) => (set, missing),
+        _ => return Ok(()),
     };
     let what = format!("`{uri}`: {set} is set, and {missing} is missing: set both, or neither");
     Err(Error::InvalidArgument(what))

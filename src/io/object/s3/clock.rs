@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
+use aws_sdk_s3::primitives::DateTime;
+use aws_sdk_s3::primitives::DateTimeFormat::HttpDate;
 use aws_smithy_async::time::TimeSource;
 use reqwest::header::{DATE, HeaderMap};
 
@@ -12,7 +14,7 @@ use crate::sys::clock;
 /// Codes with which servers refuse the time of a signature.
 const REFUSED_TIMES: [&str; 2] = ["RequestTimeTooSkewed", "RequestInTheFuture"];
 /// Seconds that clocks may differ by: less than what servers accept.
-const TOLERANCE: i64 = 60;
+const TOLERANCE: u64 = 60;
 
 /// The time of this machine, corrected by that of a server that has refused it.
 #[derive(Debug, Clone, Default)]
@@ -21,35 +23,32 @@ pub struct ServerClock(Arc<AtomicI64>);
 impl ServerClock {
     /// Sets the clock by the date of a refusal; true if that changes it.
     pub fn follow(&self, code: Option<&str>, headers: &HeaderMap) -> bool {
-        if !code.is_some_and(|code| REFUSED_TIMES.contains(&code)) {
-            return false;
-        }
-        let date = headers.get(DATE).and_then(|date| date.to_str().ok());
-        let Some(date) = date.and_then(|date| httpdate::parse_http_date(date).ok()) else {
+        let Some(date) = headers
+            .get(DATE)
+            .filter(|_| code.is_some_and(|code| REFUSED_TIMES.contains(&code)))
+            .and_then(|date| DateTime::from_str(date.to_str().ok()?, HttpDate).ok())
+        else {
             return false;
         };
-        let seconds = |time: Duration| i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
-        let ahead = match date.duration_since(clock::date()) {
-            Ok(ahead) => seconds(ahead),
-            Err(behind) => -seconds(behind.duration()),
-        };
+        let ahead = date.secs() - DateTime::from(clock::date()).secs();
         let before = self.0.swap(ahead, Ordering::Relaxed);
-        before.abs_diff(ahead) > TOLERANCE.unsigned_abs()
+        before.abs_diff(ahead) > TOLERANCE
     }
 }
 
 impl TimeSource for ServerClock {
     fn now(&self) -> SystemTime {
         let (now, ahead) = (clock::date(), self.0.load(Ordering::Relaxed));
-        let by = Duration::from_secs(ahead.unsigned_abs());
-        let corrected = if ahead < 0 { now.checked_sub(by) } else { now.checked_add(by) };
-        corrected.unwrap_or(now)
+        let corrected = DateTime::from_secs(DateTime::from(now).secs().saturating_add(ahead));
+        corrected.try_into().unwrap_or(now)
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]

@@ -67,80 +67,42 @@ pub enum Server {
     Aws { fips: bool, dual_stack: bool },
 }
 
-/// The place of a bucket in the addresses of an endpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AddressingStyle {
-    /// In the path, except at servers that are known to have it in the host's name.
-    Auto,
-    Path,
-    /// In the host's name.
-    Virtual,
-}
-
-impl AddressingStyle {
-    /// Reads a setting, which has the values of boto3 and of AWS's command.
-    pub fn parse(text: &str) -> std::result::Result<Self, String> {
-        match text {
-            "auto" => Ok(AddressingStyle::Auto),
-            "path" => Ok(AddressingStyle::Path),
-            "virtual" => Ok(AddressingStyle::Virtual),
-            _ => Err(format!(
-                "addressing_style of S3: expected `auto`, `path` or `virtual`, found `{}`",
-                Shortened(text)
-            )),
-        }
+/// Reads the place of buckets in addresses, a setting with the values of boto3 and of AWS's command:
+/// true for the path, false for the host's name. None for the path, except at servers that are known
+/// to have buckets in the host's name.
+pub fn parse_addressing_style(text: &str) -> Result<Option<bool>> {
+    match text {
+        "auto" => Ok(None),
+        "path" => Ok(Some(true)),
+        "virtual" => Ok(Some(false)),
+        _ => Err(Error::InvalidArgument(format!(
+            "addressing_style of S3: expected `auto`, `path` or `virtual`, found `{}`",
+            Shortened(text)
+        ))),
     }
 }
 
 impl Server {
-    /// The same server with buckets at the stated place.
-    pub fn with_style(self, style: AddressingStyle) -> Self {
-        match (self, style) {
-            (Server::Endpoint { url, .. }, AddressingStyle::Path) => {
-                Server::Endpoint { url, path_style: true }
-            }
-            (Server::Endpoint { url, .. }, AddressingStyle::Virtual) => {
-                Server::Endpoint { url, path_style: false }
-            }
-            (server, _) => server,
-        }
-    }
-
     /// An endpoint. `http_allowed` is true if a plain `http://` in the address is accepted, as it
     /// is in settings.
     pub fn endpoint(address: &str, force_http: bool, http_allowed: bool) -> Result<Self> {
         let mut url = endpoint_url(address, force_http, http_allowed)?;
         // The rules of the SDK append the bucket to the path as it is.
-        let path = format!("{}/", url.path().trim_end_matches('/'));
-        url.set_path(&path);
-        let host = url.host_str().unwrap_or("").to_ascii_lowercase();
-        let path_style =
-            !is_amazon(&host) && (url.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
+        url.set_path(&format!("{}/", url.path().trim_end_matches('/')));
+        let is_virtual =
+            url.port().is_none() && VIRTUAL_HOSTS.iter().any(|&host| url.host_str() == Some(host));
+        let path_style = !is_virtual && !is_amazon(&url);
         Ok(Server::Endpoint { url, path_style })
-    }
-
-    /// AWS, with the settings of environment and profile.
-    pub fn aws(aws: &SdkConfig) -> Self {
-        let (fips, dual_stack) = (aws.use_fips(), aws.use_dual_stack());
-        Server::Aws { fips: fips.unwrap_or(false), dual_stack: dual_stack.unwrap_or(false) }
     }
 
     /// True if the server is AWS, also if it was configured.
     pub fn is_aws(&self) -> bool {
-        match self {
-            Server::Endpoint { url, .. } => {
-                is_amazon(&url.host_str().unwrap_or("").to_ascii_lowercase())
-            }
-            Server::Aws { .. } => true,
-        }
+        !matches!(self, Server::Endpoint { url, .. } if !is_amazon(url))
     }
 
     /// True if requests use TLS.
     pub fn is_tls(&self) -> bool {
-        match self {
-            Server::Endpoint { url, .. } => url.scheme() == "https",
-            Server::Aws { .. } => true,
-        }
+        !matches!(self, Server::Endpoint { url, .. } if url.scheme() != "https")
     }
 
     /// Makes the SDK send requests to this server.
@@ -155,9 +117,9 @@ impl Server {
 
     /// The address of the server: that of the endpoint, or AWS's for this bucket in this region.
     pub fn url(&self, bucket: &str, region: &str) -> Result<Url> {
-        let (fips, dual_stack) = match self {
-            Server::Endpoint { url, .. } => return Ok(url.clone()),
-            Server::Aws { fips, dual_stack } => (*fips, *dual_stack),
+        let (fips, dual_stack) = match *self {
+            Server::Endpoint { ref url, .. } => return Ok(url.clone()),
+            Server::Aws { fips, dual_stack } => (fips, dual_stack),
         };
         let bad = |error: &dyn std::fmt::Display| {
             let region = show_text(region);
@@ -165,9 +127,8 @@ impl Server {
                 "no endpoint of AWS for the bucket `{bucket}` in the region `{region}`: {error}"
             ))
         };
-        let params = Params::builder().bucket(bucket).region(region);
-        let params =
-            params.use_fips(fips).use_dual_stack(dual_stack).build().map_err(|e| bad(&e))?;
+        let params = Params::builder().bucket(bucket).region(region).use_fips(fips);
+        let params = params.use_dual_stack(dual_stack).build().map_err(|e| bad(&e))?;
         let resolver = DefaultResolver::new();
         // The rules are in memory, so the future is ready at once.
         let found = pin!(resolver.resolve_endpoint(&params));
@@ -190,28 +151,24 @@ impl Server {
     }
 }
 
-fn is_amazon(host: &str) -> bool {
+fn is_amazon(url: &Url) -> bool {
+    let host = url.host_str().unwrap_or("");
     host.ends_with(".amazonaws.com") || host.ends_with(".amazonaws.com.cn")
 }
 
 fn endpoint_url(endpoint: &str, force_http: bool, http_allowed: bool) -> Result<Url> {
     let address = show_text(endpoint);
     let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{address}`: {what}"));
-    let lower = endpoint.to_ascii_lowercase();
-    let host = match lower.split_once("://") {
-        None => endpoint,
-        Some(("http", _)) if !force_http && !http_allowed => {
-            return Err(Error::InvalidArgument(
-                "Non-HTTPS endpoint URLs are not allowed.".to_owned(),
-            ));
+    let (scheme, host) = endpoint.split_once("://").unwrap_or(("https", endpoint));
+    let scheme = match scheme.to_ascii_lowercase().as_str() {
+        "http" if !force_http && !http_allowed => {
+            let what = "Non-HTTPS endpoint URLs are not allowed.";
+            return Err(Error::InvalidArgument(what.to_owned()));
         }
-        Some(("http" | "https", rest)) => {
-            endpoint.get(endpoint.len() - rest.len()..).unwrap_or(rest)
-        }
-        Some(_) => return Err(bad("expected https:// or http://")),
+        "https" if !force_http => "https",
+        "http" | "https" => "http",
+        _ => return Err(bad("expected https:// or http://")),
     };
-    let plain = force_http || (http_allowed && lower.starts_with("http://"));
-    let scheme = if plain { "http" } else { "https" };
     let url = Url::parse(&format!("{scheme}://{host}")).map_err(|e| bad(&e.to_string()))?;
     match (url.query(), url.fragment()) {
         (None, None) => Ok(url),

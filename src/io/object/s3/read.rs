@@ -9,28 +9,20 @@ use reqwest::header::{HeaderMap, LOCATION};
 use super::address::S3Address;
 use super::endpoint::Server;
 use super::refusal::bucket_region_of;
-use super::resolve::{S3Bucket, resolve, transport_options};
+use super::resolve::{S3Bucket, find};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::http::{self, FileUrl, Refusal, Sign, SignFuture};
-use crate::io::transport::{
-    Failure, RequestTarget, TransportOptions, run_once, with_guarded_polls,
-};
+use crate::io::transport::{Failure, RequestTarget, TransportOptions, with_guarded_polls};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let address = S3Address::parse(uri)?;
-    // Signing needs no network; finding credentials may, on machines of a cloud.
     let display_address = address.display_address();
-    let found = async {
-        let transport = transport_options(&options.transport).await;
-        let bucket = resolve(&options.s3, &transport, &address, true).await?;
-        Ok((transport, bucket))
-    };
-    let (transport, bucket) = run_once(&display_address, &options.transport, cancel, found)?;
-    let (tls, client) = (bucket.server.is_tls(), ForkSafeMutex::new(None));
+    let (transport, bucket) = find(options, &address, true, cancel)?;
+    let (tls, client) = (bucket.server.is_tls(), Arc::new(ForkSafeMutex::new(None)));
     let bucket = Arc::new(bucket);
     let signer = S3Signer { bucket, address, transport: transport.clone(), client };
     let options = OpenOptions { transport, ..options.clone() };
@@ -43,18 +35,27 @@ pub fn display_address(uri: &str) -> Option<String> {
 }
 
 /// Signs the requests for an object, if there are credentials.
+#[derive(Clone)]
 struct S3Signer {
     bucket: Arc<S3Bucket>,
     address: S3Address,
     /// With the headers of the caller.
     transport: TransportOptions,
     /// Signs for the region that the bucket was in.
-    client: ForkSafeMutex<Option<(String, Client)>>,
+    client: Arc<ForkSafeMutex<Option<(String, Client)>>>,
 }
 
 impl Sign for S3Signer {
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
-        Box::pin(with_guarded_polls(self.sign_now()))
+        Box::pin(with_guarded_polls(async {
+            let region = self.bucket.region();
+            let known = self.client.lock().clone().filter(|(of, _)| *of == region);
+            let (_, client) = known.unwrap_or_else(|| {
+                let made = (region, self.bucket.signing_client(&self.transport));
+                self.client.lock().insert(made).clone()
+            });
+            self.bucket.sign(&client, &self.address, &self.transport.headers).await
+        }))
     }
 
     fn refusal(&self, refused: &Refusal<'_>) -> Failure {
@@ -64,24 +65,15 @@ impl Sign for S3Signer {
             // It has the sessions that it has begun with them.
             self.client.lock().take();
         }
-        let failure = self.bucket.refusal(status, headers, reason);
-        let needs_another = self.bucket.clock.follow(reason.code.as_deref(), headers)
-            || self.bucket.follows_region(headers, url.host_str());
-        failure.if_renewable(reason.says_expired() || needs_another)
+        self.bucket.refusal(status, headers, reason, url.host_str())
     }
 
     fn cache_key(&self) -> String {
-        let S3Address { bucket, key, version } = &self.address;
-        let version = version.as_ref().map_or(String::new(), |id| format!("?versionId={id}"));
-        let server = self.bucket.url().map_or_else(
-            |_| String::new(),
-            |url| {
-                let (scheme, host) = (url.scheme(), url.host_str().unwrap_or(""));
-                let port = url.port_or_known_default().unwrap_or(0);
-                format!("{scheme}://{host}:{port}{}", url.path())
-            },
-        );
-        format!("s3 {server} {bucket}/{key}{version}")
+        let server = self.bucket.url().map_or(String::new(), |url| {
+            // Without a user and a password.
+            url.origin().ascii_serialization() + url.path()
+        });
+        format!("s3 {server} {}", self.address.display_address())
     }
 
     fn host(&self) -> Option<String> {
@@ -98,24 +90,7 @@ impl Sign for S3Signer {
     }
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
-        Box::new(S3Signer {
-            bucket: Arc::clone(&self.bucket),
-            address: self.address.sibling(name),
-            transport: self.transport.clone(),
-            client: ForkSafeMutex::new(self.client.lock().clone()),
-        })
-    }
-}
-
-impl S3Signer {
-    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
-        let region = self.bucket.region();
-        let known = self.client.lock().clone().filter(|(of, _)| *of == region);
-        let (_, client) = known.unwrap_or_else(|| {
-            let made = (region, self.bucket.signing_client(&self.transport));
-            self.client.lock().insert(made).clone()
-        });
-        self.bucket.sign(&client, &self.address, &self.transport.headers).await
+        Box::new(S3Signer { address: self.address.sibling(name), ..self.clone() })
     }
 }
 
@@ -159,8 +134,9 @@ mod tests {
                     let address = S3Address::parse(&format!("s3://bucket/{key}")).unwrap();
                     let bucket = Arc::new(bucket);
                     let client = ForkSafeMutex::new(None);
-                    let signer = S3Signer { bucket, address, transport: options(), client };
-                    let (target, _) = runtime.block_on(signer.sign_now()).unwrap();
+                    let signer =
+                        S3Signer { bucket, address, transport: options(), client: client.into() };
+                    let (target, _) = runtime.block_on(signer.sign()).unwrap();
                     let url = target.url;
                     let found = format!("{}{}", url.host_str().unwrap(), url.path());
                     assert_eq!(found, format!("{root}{path}"), "{url}");

@@ -1,7 +1,7 @@
 //! Error responses of S3: their documents, whether to retry, and the region to which AWS redirects
 //! a request.
 
-use std::error::Error as _;
+use std::error::Error;
 use std::io::ErrorKind;
 
 use aws_runtime::retries::classifiers::{THROTTLING_ERRORS, TRANSIENT_ERRORS};
@@ -49,38 +49,44 @@ impl S3Bucket {
     /// True if AWS has named another region, to which later requests go; only once. `asked`: the
     /// host of the request. Another thread may have found the region since the request was sent.
     pub fn follows_region(&self, headers: &HeaderMap, asked: Option<&str>) -> bool {
-        let Some(region) =
-            bucket_region_of(headers).filter(|_| matches!(self.server, Server::Aws { .. }))
-        else {
-            return false;
-        };
+        let is_aws = matches!(self.server, Server::Aws { .. });
+        let Some(region) = bucket_region_of(headers).filter(|_| is_aws) else { return false };
         let before = self.region();
-        let first = {
-            let mut found = self.bucket_region.lock();
-            let first = found.is_none() && before != region;
-            if first {
-                *found = Some(region.to_owned());
-            }
-            first
-        };
-        first || (before == region && asked.is_some_and(|asked| asked != self.host()))
+        if before == region {
+            return asked.is_some_and(|asked| asked != self.host());
+        }
+        let mut found = self.bucket_region.lock();
+        let is_first = found.is_none();
+        found.get_or_insert_with(|| region.to_owned());
+        is_first
     }
 
-    /// The failure that a refusal means.
+    /// The failure that a refusal means. `asked`: the host of the request, if it is known.
     pub fn refusal(
+        &self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        document: &ErrorDocument,
+        asked: Option<&str>,
+    ) -> Failure {
+        let failure = self.refused(status, headers, document);
+        let needs_another = self.clock.follow(document.code.as_deref(), headers)
+            || self.follows_region(headers, asked);
+        failure.if_renewable(document.says_expired() || needs_another)
+    }
+
+    fn refused(
         &self,
         status: StatusCode,
         headers: &HeaderMap,
         document: &ErrorDocument,
     ) -> Failure {
         let text = format!("the server answered {status}{document}");
+        let (host, bucket) = (self.host(), Escaped(&self.bucket));
         let mut what = match document.code.as_deref() {
-            Some("NoSuchBucket") => {
-                format!("{} has no bucket `{}`: {text}", self.host(), Escaped(&self.bucket))
-            }
+            Some("NoSuchBucket") => format!("{host} has no bucket `{bucket}`: {text}"),
             Some("NoSuchKey") => {
-                let bucket = Escaped(&self.bucket);
-                format!("{} has no such object in the bucket `{bucket}`: {text}", self.host())
+                format!("{host} has no such object in the bucket `{bucket}`: {text}")
             }
             _ => text,
         };
@@ -94,13 +100,12 @@ impl S3Bucket {
         }
         let code = document.code.as_deref().unwrap_or("");
         let failure = status_failure(status, headers, what.clone());
-        let failure = match code {
-            _ if failure.repeat == Repeat::Time => failure,
-            _ if THROTTLING_ERRORS.contains(&code) || TRANSIENT_ERRORS.contains(&code) => {
-                failure.with_repeat(Repeat::Time)
-            }
-            _ if TRANSIENT.contains(&code) => failure.with_repeat(Repeat::Attempts),
-            _ => failure,
+        let failure = if THROTTLING_ERRORS.contains(&code) || TRANSIENT_ERRORS.contains(&code) {
+            failure.with_repeat(Repeat::Time)
+        } else if TRANSIENT.contains(&code) && failure.repeat != Repeat::Time {
+            failure.with_repeat(Repeat::Attempts)
+        } else {
+            failure
         };
         if !self.none_found || !status.is_client_error() || failure.repeat != Repeat::Never {
             return failure;
@@ -129,7 +134,7 @@ impl S3Bucket {
     /// The failure of a call of the SDK.
     pub fn failure<E>(&self, error: SdkError<E, HttpResponse>) -> Failure
     where
-        E: std::error::Error + ProvideErrorMetadata + Send + Sync + 'static,
+        E: Error + ProvideErrorMetadata + Send + Sync + 'static,
     {
         if let Some(response) = error.raw_response() {
             let status = StatusCode::from_u16(response.status().as_u16());
@@ -138,34 +143,30 @@ impl S3Bucket {
                 code: error.code().map(str::to_owned),
                 message: error.message().map(str::to_owned),
             };
-            let mut headers = HeaderMap::new();
-            for (name, value) in response.headers() {
-                let name = HeaderName::from_bytes(name.as_bytes());
-                if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(value)) {
-                    headers.append(name, value);
-                }
+            let headers = response.headers().iter().filter_map(|(name, value)| {
+                let name = HeaderName::from_bytes(name.as_bytes()).ok()?;
+                Some((name, HeaderValue::from_str(value).ok()?))
+            });
+            let headers: HeaderMap = headers.collect();
+            let refused = self.refusal(status, &headers, &document, None);
+            if !status.is_success() {
+                return refused;
             }
-            let refused = self.refusal(status, &headers, &document);
             // A status of success with an error, or with a document that is not from S3.
-            if status.is_success() {
-                return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
-            }
-            let expired = document.says_expired();
-            let moved = self.follows_region(&headers, None)
-                || self.clock.follow(document.code.as_deref(), &headers);
-            return refused.if_renewable(expired || moved);
+            return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
         }
-        // The cause chain of errors of requests and credentials contains a failure of the
-        // transport.
-        let mut cause = error.source();
-        while let Some(found) = cause {
-            if let Some(failure) = found.downcast_ref::<Failure>() {
-                return failure.copy();
-            }
-            cause = found.source();
+        // That of a request, or of credentials.
+        match cause::<Failure>(&error) {
+            Some(failure) => failure.copy(),
+            None => Failure::permanent(ErrorKind::Other, DisplayErrorContext(error).to_string()),
         }
-        Failure::permanent(ErrorKind::Other, DisplayErrorContext(error).to_string())
     }
+}
+
+/// The error of that type among the causes of an error.
+pub fn cause<T: Error + 'static>(error: &dyn Error) -> Option<&T> {
+    let mut causes = std::iter::successors(error.source(), |&error| error.source());
+    causes.find_map(|cause| cause.downcast_ref())
 }
 
 #[cfg(test)]
@@ -205,7 +206,7 @@ mod tests {
         let refusal = |none_found, status, code: Option<&str>| {
             let resolved = S3Bucket::without_credentials(server.clone(), none_found);
             let document = ErrorDocument { code: code.map(str::to_owned), message: None };
-            let error = resolved.refusal(status, &HeaderMap::new(), &document).error;
+            let error = resolved.refusal(status, &HeaderMap::new(), &document, None).error;
             (error.kind(), error.to_string())
         };
         let (missing, refused) = (StatusCode::NOT_FOUND, StatusCode::FORBIDDEN);

@@ -7,29 +7,32 @@ use std::io::{Error as IoError, ErrorKind};
 use std::sync::Arc;
 
 use aws_config::{BehaviorVersion, SdkConfig};
+use aws_sdk_s3::Client;
+use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::config::{
     Credentials, IdentityCache, ProvideCredentials, Region, RequestChecksumCalculation,
     ResponseChecksumValidation,
 };
 use aws_sdk_s3::types::{RequestPayer, ServerSideEncryption};
+use aws_smithy_runtime_api::client::http::HttpClient;
 use reqwest::Url;
 
 use super::address::S3Address;
 use super::aws_settings;
 use super::clock::ServerClock;
 use super::endpoint::{
-    self, AddressingStyle, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server,
+    self, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server, parse_addressing_style,
 };
 use super::s3cfg::S3Cfg;
 use super::server_choice::{KnownSettings, ServerChoice, StatedKeys, choose, stated_keys};
+use crate::cancel::Cancel;
 use crate::environment::{
     S3_ADDRESSING_STYLE, S3_ENCRYPTION, S3_KMS_KEY_ID, TextVariable, read_guarded,
 };
 use crate::error::{Error, Escaped, Result};
-use crate::io::S3Options;
-use crate::io::auth::aws;
-use crate::io::auth::{CredentialProvider, MissingCredentials};
-use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust};
+use crate::io::auth::{CredentialProvider, MissingCredentials, aws};
+use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust, run_once};
+use crate::io::{OpenOptions, S3Options};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The variable that names the payer of requests.
@@ -61,26 +64,31 @@ pub struct S3Bucket {
 }
 
 impl S3Bucket {
-    /// The configuration of the SDK, which asks for the present credentials with each request.
-    pub fn sdk(&self) -> aws_sdk_s3::config::Builder {
+    /// A client of the SDK over this one of HTTP. It asks for the present credentials with each
+    /// request.
+    pub fn client(&self, http: impl HttpClient + 'static) -> Client {
         let config = aws_sdk_s3::Config::builder()
             .behavior_version(BehaviorVersion::latest())
             .region(Region::new(self.region()))
             .time_source(self.clock.clone())
+            .http_client(http)
+            // Retries are those of the transport.
+            .retry_config(RetryConfig::disabled())
             // Checksums of whole objects say nothing about ranges, and asking would be signed.
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             // Checksums are sent as headers here, because many servers do not support checksums
             // after a body.
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
         let config = self.server.configure(config);
-        match &self.credentials {
+        let config = match &self.credentials {
             Some(keys) => {
                 // It keeps them itself.
                 let keys: Arc<dyn ProvideCredentials> = Arc::<CredentialProvider>::clone(keys);
                 config.credentials_provider(keys).identity_cache(IdentityCache::no_cache())
             }
             None => config.allow_no_auth(),
-        }
+        };
+        read_guarded(|| Client::from_conf(config.build()))
     }
 
     /// The region that requests are signed for.
@@ -104,41 +112,31 @@ impl S3Bucket {
     }
 }
 
-#[cfg(test)]
-impl S3Bucket {
-    /// That of a bucket called `bucket` in `us-east-1`, without credentials.
-    pub fn without_credentials(server: Server, none_found: bool) -> Self {
-        S3Bucket {
-            server,
-            is_endpoint_named: true,
-            bucket: "bucket".to_owned(),
-            credentials: None,
-            none_found,
-            region: DEFAULT_REGION.to_owned(),
-            bucket_region: ForkSafeMutex::new(None),
-            clock: ServerClock::default(),
-            requester_pays: false,
-            checksums: true,
-            encryption: (None, None),
+/// Finds the server and the credentials of a bucket, for reading or for writing, and the transport
+/// options for it. Contacts no server for values that are given or cached.
+pub fn find(
+    options: &OpenOptions,
+    address: &S3Address,
+    reads: bool,
+    cancel: &dyn Cancel,
+) -> Result<(TransportOptions, S3Bucket)> {
+    let found = async {
+        let mut transport =
+            TransportOptions { trust_settings: S3_SETTINGS, ..options.transport.clone() };
+        // The certificates may be those that AWS's settings name.
+        if let Some(trust) = aws_settings::trust().await {
+            if transport.trust == Trust::Default {
+                transport.trust = trust.clone();
+            }
+            transport.credential_trust = trust;
         }
-    }
+        let bucket = resolve(&options.s3, &transport, address, reads).await?;
+        Ok((transport, bucket))
+    };
+    run_once(&address.display_address(), &options.transport, cancel, found)
 }
 
-/// The transport options of a bucket: the certificates may be those that AWS's settings name.
-pub async fn transport_options(options: &TransportOptions) -> TransportOptions {
-    let mut options = TransportOptions { trust_settings: S3_SETTINGS, ..options.clone() };
-    if let Some(trust) = aws_settings::trust().await {
-        if options.trust == Trust::Default {
-            options.trust = trust.clone();
-        }
-        options.credential_trust = trust;
-    }
-    options
-}
-
-/// Finds the server and the credentials of a bucket, for reading or for writing. Contacts no server
-/// for values that are given or cached.
-pub async fn resolve(
+async fn resolve(
     s3: &S3Options,
     options: &TransportOptions,
     address: &S3Address,
@@ -151,9 +149,11 @@ pub async fn resolve(
     let settings = aws::settings(default_region.clone(), options).await;
     let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
     let (explicit, assigned) = (s3.endpoint.clone().or(file.host), s3.default_endpoint.clone());
-    let named = endpoint::named(explicit, assigned, &settings, force_http)?;
+    let mut named = endpoint::named(explicit, assigned, &settings, force_http)?;
     let style = addressing_style(s3, file.host_bucket.as_deref()).await?;
-    let named = named.map(|server| server.with_style(style));
+    if let (Some(Server::Endpoint { path_style, .. }), Some(stated)) = (&mut named, style) {
+        *path_style = stated;
+    }
     let (is_endpoint_named, bucket) = (named.is_some(), address.bucket.clone());
     let access = s3.access_key.clone().or(file.access_key);
     let secret = s3.secret_key.clone().or(file.secret_key);
@@ -172,24 +172,20 @@ pub async fn resolve(
         choose_server((access, secret, token), known, &default_region, options, &uri).await?;
     let server = match (choice, named) {
         (ServerChoice::Endpoint, Some(server)) => server,
-        (ServerChoice::OldDefault, _) if reads => {
-            Server::endpoint(DEFAULT_READ_ENDPOINT, force_http, false)?
-        }
         (ServerChoice::OldDefault, _) => {
-            Server::endpoint(DEFAULT_WRITE_ENDPOINT, force_http, false)?
+            let address = if reads { DEFAULT_READ_ENDPOINT } else { DEFAULT_WRITE_ENDPOINT };
+            Server::endpoint(address, force_http, false)?
         }
         _ => aws_server(&settings, force_http, &uri)?,
     };
     // The region of a machine of AWS says nothing about other servers.
-    let machine = if region.is_none() && server.is_aws() {
-        aws_settings::machine_region(options).await
-    } else {
-        None
+    let machine = match region {
+        None if server.is_aws() => aws_settings::machine_region(options).await,
+        _ => None,
     };
     let region = machine.unwrap_or(default_region);
-    let required = Some(RequestChecksumCalculation::WhenRequired);
     let payer = read_guarded(|| std::env::var_os(PAYER));
-    let requester_pays = s3.requester_pays.map_or_else(|| requester_pays(payer.as_deref()), Ok)?;
+    let required = Some(RequestChecksumCalculation::WhenRequired);
     server.url(&bucket, &region)?;
     Ok(S3Bucket {
         server,
@@ -200,7 +196,7 @@ pub async fn resolve(
         region,
         bucket_region: ForkSafeMutex::new(None),
         clock: ServerClock::default(),
-        requester_pays,
+        requester_pays: s3.requester_pays.map_or_else(|| requester_pays(payer.as_deref()), Ok)?,
         encryption: encryption(s3)?,
         checksums: settings.request_checksum_calculation() != required,
     })
@@ -218,50 +214,49 @@ async fn choose_server(
 ) -> Result<(ServerChoice, Option<Arc<CredentialProvider>>, bool)> {
     let invalid = |what| Error::InvalidArgument(format!("`{uri}`: {what}"));
     let keys = stated_keys(access.as_deref(), secret.as_deref()).map_err(invalid)?;
-    let known = KnownSettings { keys, ..known };
-    let (credentials, none_found) = match (keys, access, secret) {
-        (StatedKeys::Both, Some(access), Some(secret)) => {
-            let keys = Credentials::new(access, secret, token, None, "tensorizer");
-            (Some(aws::fixed(keys)), false)
-        }
-        (StatedKeys::None, ..) => chain_credentials(region, options, uri).await?,
-        _ => (None, false),
-    };
-    let of_chain = keys == StatedKeys::None && credentials.is_some();
-    let aws_sign = if keys == StatedKeys::Both { aws_settings::sign().await } else { None };
-    let known =
-        KnownSettings { aws_sign: aws_sign.as_deref(), chain_has_credentials: of_chain, ..known };
+    let mut known = KnownSettings { keys, ..known };
+    let (mut credentials, mut aws_sign) = (None, None);
+    if let (StatedKeys::Both, Some(access), Some(secret)) = (keys, access, secret) {
+        let keys = Credentials::new(access, secret, token, None, "tensorizer");
+        (credentials, aws_sign) = (Some(aws::fixed(keys)), aws_settings::sign().await);
+    } else if keys == StatedKeys::None {
+        credentials = chain_credentials(region, options, uri).await?;
+        known.chain_has_credentials = credentials.is_some();
+    }
+    known.aws_sign = aws_sign.as_deref();
+    let none_found = keys == StatedKeys::None && credentials.is_none();
     Ok((choose(known).map_err(invalid)?, credentials, none_found))
 }
 
 /// The place of buckets in addresses, from the first of these that states one: the call, the
 /// environment, AWS's profile, `.s3cfg`.
-async fn addressing_style(s3: &S3Options, host_bucket: Option<&str>) -> Result<AddressingStyle> {
-    let of_variable = || Some(S3_ADDRESSING_STYLE.value()?.to_string_lossy().into_owned());
-    if let Some(stated) = s3.addressing_style.clone().or_else(of_variable) {
-        return AddressingStyle::parse(&stated).map_err(Error::InvalidArgument);
+async fn addressing_style(s3: &S3Options, host_bucket: Option<&str>) -> Result<Option<bool>> {
+    let of_variable = || variable(&S3_ADDRESSING_STYLE);
+    let mut stated = s3.addressing_style.clone().or_else(of_variable);
+    if stated.is_none() {
+        stated = aws_settings::setting_of_s3("addressing_style").await;
     }
-    if let Some(stated) = aws_settings::setting_of_s3("addressing_style").await {
-        return AddressingStyle::parse(&stated).map_err(Error::InvalidArgument);
+    match stated {
+        Some(stated) => parse_addressing_style(&stated),
+        None => Ok(host_bucket.map(|host| !host.contains("%(bucket)"))),
     }
-    Ok(match host_bucket {
-        Some(host) if host.contains("%(bucket)") => AddressingStyle::Virtual,
-        Some(_) => AddressingStyle::Path,
-        None => AddressingStyle::Auto,
-    })
+}
+
+/// The value of a variable, if it is set.
+fn variable(name: &TextVariable) -> Option<String> {
+    Some(name.value()?.to_string_lossy().into_owned())
 }
 
 /// The encryption of uploads, and the id of its key.
 fn encryption(s3: &S3Options) -> Result<(Option<ServerSideEncryption>, Option<String>)> {
-    let variable = |name: &TextVariable| Some(name.value()?.to_string_lossy().into_owned());
     let name = s3.encryption.clone().or_else(|| variable(&S3_ENCRYPTION));
     let key = s3.kms_key_id.clone().or_else(|| variable(&S3_KMS_KEY_ID));
-    let name = name.map(|name| ServerSideEncryption::try_parse(&name).map_err(|_| name));
-    let name = name.transpose().map_err(|name| {
+    let parsed = name.as_deref().map(ServerSideEncryption::try_parse).transpose();
+    let name = parsed.map_err(|_| {
         Error::InvalidArgument(format!(
             "encryption of S3: expected one of {}, found `{}`",
             ServerSideEncryption::values().join(", "),
-            Escaped(&name)
+            Escaped(name.as_deref().unwrap_or(""))
         ))
     })?;
     // A key alone asks for the encryption that has keys.
@@ -269,29 +264,30 @@ fn encryption(s3: &S3Options) -> Result<(Option<ServerSideEncryption>, Option<St
     Ok((name, key))
 }
 
-/// AWS, which is asked by TLS only.
+/// AWS, with the settings of environment and profile. It is asked by TLS only.
 fn aws_server(settings: &SdkConfig, force_http: bool, uri: &str) -> Result<Server> {
     if force_http {
         return Err(Error::InvalidArgument(format!(
             "`{uri}`: AWS is accessed by https:// only: give an endpoint, or do not force http://"
         )));
     }
-    Ok(Server::aws(settings))
+    let (fips, dual_stack) = (settings.use_fips(), settings.use_dual_stack());
+    Ok(Server::Aws { fips: fips.unwrap_or(false), dual_stack: dual_stack.unwrap_or(false) })
 }
 
-/// The credentials of AWS's chain; true if there are none.
+/// The credentials of AWS's chain; None if there are none.
 async fn chain_credentials(
     region: &str,
     options: &TransportOptions,
     uri: &str,
-) -> Result<(Option<Arc<CredentialProvider>>, bool)> {
+) -> Result<Option<Arc<CredentialProvider>>> {
     aws_settings::check_pair(uri).await?;
     aws_settings::check_profile(uri).await?;
     let keys = aws::provider(region.to_owned(), options);
     match keys.get().await {
-        Ok(_) => Ok((Some(keys), false)),
+        Ok(_) => Ok(Some(keys)),
         // Not an error, because the object may be public.
-        Err(MissingCredentials::Absent) => Ok((None, true)),
+        Err(MissingCredentials::Absent) => Ok(None),
         Err(MissingCredentials::Failed(failure)) => {
             let what = failure.error.to_string();
             Err(Error::io("opening", uri, IoError::new(ErrorKind::PermissionDenied, what)))
@@ -314,6 +310,25 @@ fn requester_pays(value: Option<&OsStr>) -> Result<bool> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    impl S3Bucket {
+        /// That of a bucket called `bucket` in `us-east-1`, without credentials.
+        pub fn without_credentials(server: Server, none_found: bool) -> Self {
+            S3Bucket {
+                server,
+                is_endpoint_named: true,
+                bucket: "bucket".to_owned(),
+                credentials: None,
+                none_found,
+                region: DEFAULT_REGION.to_owned(),
+                bucket_region: ForkSafeMutex::new(None),
+                clock: ServerClock::default(),
+                requester_pays: false,
+                checksums: true,
+                encryption: (None, None),
+            }
+        }
+    }
 
     #[test]
     fn requester_pays_if_the_variable_is_set() {

@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::environment::read_guarded;
+use crate::environment::home;
 use crate::error::{Error, Result};
 
 /// The `[default]` section of such a file.
@@ -22,14 +22,11 @@ pub struct S3Cfg {
 impl S3Cfg {
     /// Reads the given file, which must exist, or `~/.s3cfg`, which may be missing.
     pub fn find(named: Option<&Path>) -> Result<Self> {
-        if let Some(path) = named {
-            let path_text = path.display().to_string();
-            return Self::read(path).map_err(|e| Error::io("reading", &path_text, e));
-        }
-        let home =
-            read_guarded(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
-        let found = home.and_then(|path| Self::read(&path).ok());
-        Ok(found.unwrap_or_else(S3Cfg::default))
+        let Some(path) = named else {
+            let found = home().and_then(|home| Self::read(&home.join(".s3cfg")).ok());
+            return Ok(found.unwrap_or_else(S3Cfg::default));
+        };
+        Self::read(path).map_err(|e| Error::io("reading", &path.display().to_string(), e))
     }
 
     /// Reads a file.

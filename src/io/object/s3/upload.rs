@@ -2,36 +2,59 @@
 
 use std::io::{Error as IoError, ErrorKind};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::http::HttpResponse;
-use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::primitives::{ByteStream, SdkBody};
 use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUpload, CompletedPart};
 use bytes::Bytes;
 
 use super::address::S3Address;
-use super::resolve::{S3Bucket, resolve, transport_options};
+use super::resolve::{S3Bucket, find};
 use crate::cancel::Cancel;
 use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 use crate::io::OpenOptions;
 use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{
-    SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, new_mark,
+    SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, confirm_if_present,
+    new_mark,
 };
-use crate::io::transport::{Failure, SdkClient, run_once, sdk_client, with_guarded_polls};
+use crate::io::transport::{Failure, SdkClient, sdk_client, with_guarded_polls};
+
+const LIMITS: UploadLimits =
+    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
 
 /// Creates an object. Finds the server and the credentials; nothing is sent before a part is
 /// complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
-    UploadSink::new(Arc::new(S3Object::new(uri, options, cancel)?), &options.transport)
+    let address = S3Address::parse(uri)?;
+    let display_address = address.display_address();
+    if address.version.is_some() {
+        let what = format!("`{display_address}`: a version of an object cannot be written");
+        return Err(Error::InvalidArgument(what));
+    }
+    let (options, resolved) = find(options, &address, false, cancel)?;
+    if resolved.credentials.is_none() && !resolved.is_endpoint_named {
+        let what = format!(
+            "no credentials were found, and the object is not sent to {} anonymously: {}",
+            resolved.host(),
+            super::refusal::WAYS
+        );
+        let error = IoError::new(ErrorKind::PermissionDenied, what);
+        return Err(Error::io("opening", &display_address, error));
+    }
+    let names = (display_address.clone(), format!("{:?} {display_address}", resolved.server));
+    let object = S3Object {
+        requests: UploadRequests::new(display_address, options.clone(), resolved.server.is_tls())?,
+        address,
+        resolved,
+        mark: new_mark()?,
+        checksum_support: OnceLock::new(),
+    };
+    UploadSink::new(Arc::new(object), names, LIMITS, &options)
 }
-
-const LIMITS: UploadLimits =
-    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
 
 /// An object of S3.
 pub struct S3Object {
@@ -59,38 +82,6 @@ enum ChecksumSupport {
 }
 
 impl S3Object {
-    /// Finds the server and the credentials. Nothing is sent yet.
-    fn new(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Self> {
-        let address = S3Address::parse(uri)?;
-        let display_address = address.display_address();
-        if address.version.is_some() {
-            let what = format!("`{display_address}`: a version of an object cannot be written");
-            return Err(Error::InvalidArgument(what));
-        }
-        let found = async {
-            let transport = transport_options(&options.transport).await;
-            let bucket = resolve(&options.s3, &transport, &address, false).await?;
-            Ok((transport, bucket))
-        };
-        let (options, resolved) = run_once(&display_address, &options.transport, cancel, found)?;
-        if resolved.credentials.is_none() && !resolved.is_endpoint_named {
-            let what = format!(
-                "no credentials were found, and the object is not sent to {} anonymously: {}",
-                resolved.host(),
-                super::refusal::WAYS
-            );
-            let error = IoError::new(ErrorKind::PermissionDenied, what);
-            return Err(Error::io("opening", &display_address, error));
-        }
-        Ok(S3Object {
-            requests: UploadRequests::new(display_address, options, resolved.server.is_tls())?,
-            address,
-            resolved,
-            mark: new_mark()?,
-            checksum_support: OnceLock::new(),
-        })
-    }
-
     fn checksum_support(&self) -> ChecksumSupport {
         self.checksum_support.get().copied().unwrap_or(ChecksumSupport::None)
     }
@@ -103,20 +94,10 @@ impl S3Object {
         let wrap = |client| {
             let connector = SdkClient::new(client);
             let sent = Arc::clone(&connector.sent);
-            // Retries are those of the transport.
-            let config = self
-                .resolved
-                .sdk()
-                .http_client(sdk_client(connector))
-                .retry_config(RetryConfig::disabled());
-            (read_guarded(|| Client::from_conf(config.build())), sent)
+            (self.resolved.client(sdk_client(connector)), sent)
         };
-        let region = self.resolved.region();
         let invalidate = |used| {
-            // Credentials are valid in every region.
-            if let Some(keys) = &self.resolved.credentials
-                && self.resolved.region() == region
-            {
+            if let Some(keys) = &self.resolved.credentials {
                 keys.invalidate(used);
             }
         };
@@ -137,95 +118,60 @@ impl S3Object {
 
     /// True if the object comes from this upload.
     fn is_complete(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
+        let S3Address { bucket, key, .. } = &self.address;
         let found = self.request(cancel, |client| async move {
-            let head = client.head_object().bucket(&self.address.bucket).key(&self.address.key);
+            let head = client.head_object().bucket(bucket).key(key);
             let head = head.set_request_payer(self.resolved.payer());
-            match head.send().await.map_err(|e| self.resolved.failure(e)) {
-                Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
-                found => found.map(Some),
-            }
+            head.send().await.map_err(|e| self.resolved.failure(e))
         })?;
-        let ours = found.is_some_and(|found| {
-            let mark = found.metadata().and_then(|all| all.get(MARK));
-            let size = found.content_length().and_then(|size| u64::try_from(size).ok());
-            mark == Some(&self.mark) && size == Some(len)
-        });
-        Ok(ours)
+        let mark = found.metadata().and_then(|all| all.get(MARK));
+        let size = found.content_length().and_then(|size| u64::try_from(size).ok());
+        Ok(mark == Some(&self.mark) && size == Some(len))
     }
 }
 
 impl UploadProtocol for S3Object {
-    fn display_address(&self) -> &str {
-        &self.requests.display_address
-    }
-
-    fn target(&self) -> String {
-        format!("{:?} {}", self.resolved.server, self.requests.display_address)
-    }
-
-    fn stall(&self) -> Duration {
-        self.requests.options.stall
-    }
-
-    fn limits(&self) -> UploadLimits {
-        LIMITS
-    }
-
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let checksum = self.resolved.checksums.then(|| Checksum::of(bytes).for_s3());
-        self.request(cancel, |client| {
-            let send = move |checksum: Option<String>| {
-                let put = client.put_object().bucket(&self.address.bucket).key(&self.address.key);
-                let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
-                let (encryption, key) = self.resolved.encryption.clone();
-                let put = put.set_server_side_encryption(encryption).set_ssekms_key_id(key);
+        let S3Address { bucket, key, .. } = &self.address;
+        let checksum = self.resolved.checksums.then(|| Checksum::of(bytes));
+        self.request(cancel, |client| async move {
+            let sent = send_checked(checksum, true, |checksum| {
+                let (encryption, kms_key) = self.resolved.encryption.clone();
+                let put = client.put_object().bucket(bucket).key(key).body(body(bytes));
+                let put = put.set_server_side_encryption(encryption).set_ssekms_key_id(kms_key);
+                let put = put.set_request_payer(self.resolved.payer());
                 let put = put.set_checksum_crc64_nvme(checksum);
                 put.customize().disable_payload_signing().send()
-            };
-            let checksum = checksum.clone();
-            async move {
-                let mut response = send(checksum.clone()).await;
-                for retried in retry_checksums(&checksum) {
-                    if !response.as_ref().is_err_and(may_reject_checksums) {
-                        break;
-                    }
-                    response = with_guarded_polls(send(retried)).await;
-                }
-                response.map(drop).map_err(|e| self.resolved.failure(e))
-            }
+            });
+            sent.await.map(drop).map_err(|e| self.resolved.failure(e))
         })
     }
 
     fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
+        let S3Address { bucket, key, .. } = &self.address;
         self.request(cancel, |client| async move {
-            let begin = client
-                .create_multipart_upload()
-                .bucket(&self.address.bucket)
-                .key(&self.address.key);
+            let begin = client.create_multipart_upload().bucket(bucket).key(key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
-            let (encryption, key) = self.resolved.encryption.clone();
-            let begin = begin.set_server_side_encryption(encryption).set_ssekms_key_id(key);
-            let mut checksum_support = ChecksumSupport::None;
-            let mut begun = None;
+            let (encryption, kms_key) = self.resolved.encryption.clone();
+            let begin = begin.set_server_side_encryption(encryption).set_ssekms_key_id(kms_key);
+            let mut response = None;
             if self.resolved.checksums {
                 let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
-                match begin.checksum_type(ChecksumType::FullObject).send().await {
-                    Err(error) if may_reject_checksums(&error) => {}
-                    response => {
-                        let response = response.map_err(|e| self.resolved.failure(e))?;
-                        let all = response.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
-                            && response.checksum_type == Some(ChecksumType::FullObject);
-                        checksum_support =
-                            if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
-                        begun = Some(response);
-                    }
-                }
+                response = Some(begin.checksum_type(ChecksumType::FullObject).send().await);
             }
-            let begun = match begun {
-                Some(begun) => begun,
-                None => {
-                    with_guarded_polls(begin.send()).await.map_err(|e| self.resolved.failure(e))?
-                }
+            let response = response.filter(|sent| !sent.as_ref().is_err_and(may_reject_checksums));
+            let is_checked = response.is_some();
+            let begun = match response {
+                Some(response) => response,
+                None => with_guarded_polls(begin.send()).await,
+            };
+            let begun = begun.map_err(|e| self.resolved.failure(e))?;
+            let agrees = begun.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
+                && begun.checksum_type == Some(ChecksumType::FullObject);
+            let checksum_support = match (is_checked, agrees) {
+                (false, _) => ChecksumSupport::None,
+                (true, false) => ChecksumSupport::Parts,
+                (true, true) => ChecksumSupport::All,
             };
             let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server's response to CreateMultipartUpload has no UploadId";
@@ -236,56 +182,32 @@ impl UploadProtocol for S3Object {
         })
     }
 
-    fn part(
-        &self,
-        upload: &str,
-        number: u64,
-        bytes: &Bytes,
-        cancel: &dyn Cancel,
-    ) -> Result<SentPart> {
-        let checksum_support = self.checksum_support();
+    fn part(&self, id: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<SentPart> {
+        let S3Address { bucket, key, .. } = &self.address;
+        let support = self.checksum_support();
         let sdk_number = sdk_part_number(number)?;
-        let checksum = (checksum_support != ChecksumSupport::None).then(|| Checksum::of(bytes));
+        let checksum = (support != ChecksumSupport::None).then(|| Checksum::of(bytes));
         self.request(cancel, |client| async move {
-            let send = |checksum: Option<String>| {
-                let part = client.upload_part().bucket(&self.address.bucket).key(&self.address.key);
-                let part = part.upload_id(upload).part_number(sdk_number).body(body(bytes));
-                let part = part.set_checksum_crc64_nvme(checksum);
+            // A server that has agreed to checksums does not refuse them.
+            let sent = send_checked(checksum, support == ChecksumSupport::Parts, |checksum| {
+                let part = client.upload_part().bucket(bucket).key(key).upload_id(id);
+                let part = part.part_number(sdk_number).body(body(bytes));
                 let part = part.set_request_payer(self.resolved.payer());
+                let part = part.set_checksum_crc64_nvme(checksum);
                 part.customize().disable_payload_signing().send()
-            };
-            let text = checksum.map(Checksum::for_s3);
-            let mut sent_checksum = checksum;
-            let mut response = send(text.clone()).await;
-            // Not where the server has agreed to checksums.
-            for retried in retry_checksums(&text)
-                .into_iter()
-                .filter(|_| checksum_support == ChecksumSupport::Parts)
-            {
-                if !response.as_ref().is_err_and(may_reject_checksums) {
-                    break;
-                }
-                sent_checksum = checksum.filter(|_| retried.is_some());
-                response = with_guarded_polls(send(retried)).await;
-            }
-            let done = response.map_err(|e| self.resolved.failure(e))?;
+            });
+            let (done, checksum) = sent.await.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server's response to UploadPart has no ETag";
                 Failure::transient(ErrorKind::InvalidData, what)
             })?;
-            Ok(SentPart { number, tag, checksum: sent_checksum })
+            Ok(SentPart { number, tag, checksum })
         })
     }
 
-    fn complete(
-        &self,
-        upload: &str,
-        parts: &[SentPart],
-        len: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
-        let checksum_support = self.checksum_support();
-        let all = checksum_support == ChecksumSupport::All;
+    fn complete(&self, id: &str, parts: &[SentPart], len: u64, cancel: &dyn Cancel) -> Result<()> {
+        let S3Address { bucket, key, .. } = &self.address;
+        let all = self.checksum_support() == ChecksumSupport::All;
         let checksums = parts.iter().filter_map(|part| part.checksum);
         let checksum =
             all.then(|| checksums.fold(Checksum::default(), Checksum::combined_with).for_s3());
@@ -296,36 +218,29 @@ impl UploadProtocol for S3Object {
         let parts = parts.collect::<Result<_>>()?;
         let parts = CompletedMultipartUpload::builder().set_parts(Some(parts)).build();
         let completed = self.request(cancel, |client| {
-            let complete = client
-                .complete_multipart_upload()
-                .bucket(&self.address.bucket)
-                .key(&self.address.key);
-            let complete = complete.upload_id(upload).multipart_upload(parts.clone());
+            let complete = client.complete_multipart_upload().bucket(bucket).key(key);
+            let complete = complete.upload_id(id).multipart_upload(parts.clone());
             let complete = complete
                 .set_checksum_crc64_nvme(checksum.clone())
                 .set_checksum_type(all.then_some(ChecksumType::FullObject))
                 .set_request_payer(self.resolved.payer());
             async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
         });
-        let is_lost = |error: &Error| matches!(error, Error::Io { error, .. } if error.kind() == ErrorKind::NotFound);
-        match completed {
-            // If the object has the mark of this upload, it was completed and only the response was
-            // lost. If that cannot be found out, the first error is the one to report.
-            Err(error) if is_lost(&error) => match self.is_complete(len, cancel) {
-                Ok(true) => Ok(()),
-                Err(Error::Cancelled) => Err(Error::Cancelled),
-                _ => Err(error),
-            },
-            completed => completed,
-        }
+        // If the object has the mark of this upload, it is complete: only the response was lost.
+        completed.or_else(|error| match &error {
+            Error::Io { error: lost, .. } if lost.kind() == ErrorKind::NotFound => {
+                confirm_if_present(error, || self.is_complete(len, cancel))
+            }
+            _ => Err(error),
+        })
     }
 
-    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
+    fn abort(&self, id: &str, cancel: &dyn Cancel) -> Result<()> {
+        let S3Address { bucket, key, .. } = &self.address;
         self.request(cancel, |client| async move {
-            let abort =
-                client.abort_multipart_upload().bucket(&self.address.bucket).key(&self.address.key);
+            let abort = client.abort_multipart_upload().bucket(bucket).key(key).upload_id(id);
             let abort = abort.set_request_payer(self.resolved.payer());
-            abort.upload_id(upload).send().await.map(drop).map_err(|e| self.resolved.failure(e))
+            abort.send().await.map(drop).map_err(|e| self.resolved.failure(e))
         })
     }
 }
@@ -335,10 +250,26 @@ fn sdk_part_number(number: u64) -> Result<i32> {
     i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }
 
-/// The checksums for further attempts of a request that was refused with one. First the same,
-/// because bytes that were damaged in transit are refused too; then none.
-fn retry_checksums(checksum: &Option<String>) -> Vec<Option<String>> {
-    if checksum.is_some() { vec![checksum.clone(), None] } else { Vec::new() }
+/// Sends a request with a checksum, and returns it if it was sent. A request that is refused because
+/// of it is repeated if `may_omit` says so: first with the same, because bytes that were damaged in
+/// transit are refused too; then without.
+async fn send_checked<T, E: ProvideErrorMetadata, F>(
+    checksum: Option<Checksum>,
+    may_omit: bool,
+    send: impl Fn(Option<String>) -> F,
+) -> Result<(T, Option<Checksum>), SdkError<E, HttpResponse>>
+where
+    F: Future<Output = Result<T, SdkError<E, HttpResponse>>>,
+{
+    let mut sent = checksum;
+    let mut response = send(sent.map(Checksum::for_s3)).await;
+    for repeated in [checksum, None] {
+        if may_omit && sent.is_some() && response.as_ref().is_err_and(may_reject_checksums) {
+            sent = repeated;
+            response = with_guarded_polls(send(sent.map(Checksum::for_s3))).await;
+        }
+    }
+    Ok((response?, sent))
 }
 
 /// True if a server may have refused a request because it does not know checksums.
@@ -377,7 +308,11 @@ mod tests {
         };
         let environment = OpenOptions::from_environment().unwrap();
         let options = OpenOptions { transport, s3, cache: None, ..environment };
-        let object = S3Object::new("s3://bucket/key", &options, &Never).unwrap();
+        let address = S3Address::parse("s3://bucket/key").unwrap();
+        let (options, resolved) = find(&options, &address, false, &Never).unwrap();
+        let requests = UploadRequests::new("an object".to_owned(), options, false).unwrap();
+        let (mark, checksum_support) = (String::new(), OnceLock::new());
+        let object = S3Object { requests, address, resolved, mark, checksum_support };
         for number in 1..=24 * 60 {
             let bytes = Bytes::from_static(b"some bytes");
             assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");

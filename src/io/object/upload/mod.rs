@@ -8,10 +8,10 @@ mod plan;
 mod protocol;
 mod requests;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{ErrorKind, IoSlice};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -41,6 +41,11 @@ pub struct UploadSink(Arc<MultipartUpload>);
 struct MultipartUpload {
     /// The only process that may send parts, complete the object or abort it.
     owner: OwnerProcess,
+    /// The address as messages show it.
+    display_address: String,
+    limits: UploadLimits,
+    /// Time limit for a server that neither sends nor takes bytes.
+    stall: Duration,
     object: Arc<dyn UploadProtocol>,
     state: Mutex<UploadState>,
     memory: PartMemory,
@@ -56,7 +61,7 @@ struct UploadState {
     plan: Option<PartPlan>,
     head: Vec<u8>,
     /// Incomplete parts, by number from the head on.
-    open: HashMap<u64, Arc<Mutex<OpenPart>>>,
+    open: BTreeMap<u64, Arc<Mutex<OpenPart>>>,
     /// Complete parts that no thread sends yet, by number.
     ready: VecDeque<(u64, Vec<u8>)>,
     sent: Vec<SentPart>,
@@ -72,12 +77,21 @@ struct OpenPart {
 }
 
 impl UploadSink {
-    /// An object of a server. Nothing is sent before a part is complete.
-    pub(super) fn new(object: Arc<dyn UploadProtocol>, options: &TransportOptions) -> Result<Self> {
+    /// An object of a server. Nothing is sent before a part is complete. `target` names the server
+    /// and the object, the same for all addresses of the object.
+    pub(super) fn new(
+        object: Arc<dyn UploadProtocol>,
+        (display_address, target): (String, String),
+        limits: UploadLimits,
+        options: &TransportOptions,
+    ) -> Result<Self> {
         let budget = UploadBudget::new(options)?;
         Ok(UploadSink(Arc::new(MultipartUpload {
             owner: OwnerProcess::current(),
-            turn: SaveTurn::begin(SaveTarget::Address(object.target())),
+            turn: SaveTurn::begin(SaveTarget::Address(target)),
+            display_address,
+            limits,
+            stall: options.stall,
             object,
             state: Mutex::default(),
             memory: PartMemory::new(budget),
@@ -100,19 +114,17 @@ impl MultipartUpload {
 
     /// The state of an object that is still open.
     fn open_state(&self) -> Result<MutexGuard<'_, UploadState>> {
-        self.owner.check(self.object.display_address())?;
+        self.owner.check(&self.display_address)?;
         let state = self.state();
         match state.closed_because {
-            Some(why) => {
-                Err(Error::Closed(format!("`{}` is closed: {why}", self.object.display_address())))
-            }
+            Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.display_address))),
             None => Ok(state),
         }
     }
 
     /// The plan of an object of `len` bytes with a head of `head` bytes.
     fn plan(&self, head: u64, len: u64) -> PartPlan {
-        PartPlan::new(self.object.limits(), head, len)
+        PartPlan::new(self.limits, head, len)
     }
 
     fn abort(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
@@ -127,26 +139,20 @@ impl MultipartUpload {
         drop(state);
         self.memory.clear();
         let upload_id = unpoisoned(self.upload_id.lock()).take();
-        if let Some(upload_id) = upload_id {
-            let object = Arc::clone(&self.object);
-            let limit =
-                if self.interrupted.load(Ordering::Relaxed) { ABORT_LIMIT } else { object.stall() };
-            let asked = Instant::now();
-            let interrupted = OnceLock::new();
-            let waits = || {
-                if asked.elapsed() >= limit {
-                    return Err(Error::Cancelled);
-                }
-                cancel.check().map_err(|error| {
-                    interrupted.get_or_init(|| error);
-                    Error::Cancelled
-                })
-            };
+        let Some(upload_id) = upload_id else { return Ok(()) };
+        let object = Arc::clone(&self.object);
+        let interrupted = self.interrupted.load(Ordering::Relaxed);
+        let limit = if interrupted { ABORT_LIMIT } else { self.stall };
+        let asked = Instant::now();
+        let waits = || match cancel.check() {
+            Ok(()) if asked.elapsed() >= limit => Err(Error::Closed("too late".to_owned())),
+            checked => checked,
+        };
+        match run_detached(&waits, move || object.abort(&upload_id, &Never)) {
+            Err(error @ (Error::Cancelled | Error::Caller(_))) => Err(error),
             // If the server does not respond, nothing more can be done. No reader sees the parts.
-            let _ = run_detached(&waits, move || object.abort(&upload_id, &Never));
-            return interrupted.into_inner().map_or(Ok(()), Err);
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Returns the outcome of a request; notes if it was cancelled.
@@ -160,14 +166,13 @@ impl MultipartUpload {
     /// The upload at the server; the first caller begins it.
     fn upload_id(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
         let mut upload_id = unpoisoned(self.upload_id.lock());
-        match &*upload_id {
-            Some(upload_id) => Ok(upload_id.clone()),
-            None => {
-                // An aborted upload is not begun again.
-                drop(self.open_state()?);
-                Ok(upload_id.insert(self.note_cancellation(self.object.begin(cancel))?).clone())
-            }
+        if let Some(upload_id) = &*upload_id {
+            return Ok(Arc::clone(upload_id));
         }
+        // An aborted upload is not begun again.
+        drop(self.open_state()?);
+        let begun = self.note_cancellation(self.object.begin(cancel))?;
+        Ok(Arc::clone(upload_id.insert(begun)))
     }
 
     fn send(&self, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
@@ -179,15 +184,7 @@ impl MultipartUpload {
 
     /// The number of the first part after the head.
     fn first_part(&self) -> u64 {
-        self.object.limits().head_parts() + 1
-    }
-
-    fn too_many_parts_error(&self) -> Error {
-        Error::InvalidArgument(format!(
-            "`{}` would have more than {} parts: write its tensors in fewer calls",
-            self.object.display_address(),
-            self.object.limits().max_parts
-        ))
+        self.limits.head_parts() + 1
     }
 
     /// Copies bytes into the head, and returns how many belong there.
@@ -205,7 +202,12 @@ impl MultipartUpload {
         let (range, start, part) = {
             let mut state = self.open_state()?;
             let plan = state.plan.get_or_insert_with(|| self.plan(0, 0));
-            let range = plan.part_at(offset).ok_or_else(|| self.too_many_parts_error())?;
+            let range = plan.part_at(offset).ok_or_else(|| {
+                Error::InvalidArgument(format!(
+                    "`{}` would have more than {} parts: write its tensors in fewer calls",
+                    self.display_address, self.limits.max_parts
+                ))
+            })?;
             let start = to_usize(offset - plan.head_len - range.start);
             (range, start, Arc::clone(state.open.entry(range.number).or_default()))
         };
@@ -249,10 +251,9 @@ impl MultipartUpload {
         let mut state = self.open_state()?;
         let plan = state.plan.take().unwrap_or_else(|| self.plan(0, len));
         let head = std::mem::take(&mut state.head);
-        let mut open: Vec<(u64, Arc<Mutex<OpenPart>>)> = state.open.drain().collect();
+        let open = std::mem::take(&mut state.open);
         let sent = !state.sent.is_empty();
         drop(state);
-        open.sort_by_key(|(number, _)| *number);
         let mut tails = Vec::new();
         for (number, part) in open {
             let range = plan.part_range(to_usize(number));
@@ -263,15 +264,14 @@ impl MultipartUpload {
             if part.filled != filled {
                 return Err(Error::Bug(format!(
                     "`{}`: {} of {filled} bytes from {start} on were written",
-                    self.object.display_address(),
-                    part.filled
+                    self.display_address, part.filled
                 )));
             }
             part.bytes.truncate(to_usize(filled));
             tails.push((number, std::mem::take(&mut part.bytes)));
         }
         if head.len() as u64 != len.min(plan.head_len) {
-            let address = self.object.display_address();
+            let address = &self.display_address;
             return Err(Error::Bug(format!("`{address}`: an incomplete head")));
         }
         if !sent {
@@ -291,7 +291,7 @@ impl MultipartUpload {
             if number >= self.first_part() {
                 return Err(Error::InvalidArgument(format!(
                     "the index of `{}` takes {} bytes: write its tensors in fewer calls",
-                    self.object.display_address(),
+                    self.display_address,
                     head.len()
                 )));
             }
@@ -306,7 +306,7 @@ impl MultipartUpload {
 
 impl WriteAt for UploadSink {
     fn uri(&self) -> &str {
-        self.0.object.display_address()
+        &self.0.display_address
     }
 
     fn facts(&self) -> SinkFacts {
@@ -353,11 +353,8 @@ impl WriteAt for UploadSink {
 
     fn read_back(&self, offset: u64, _buffer: &mut [u8]) -> Result<()> {
         let what = format!("byte {offset} was sent already");
-        Err(Error::io(
-            "reading back",
-            self.uri(),
-            std::io::Error::new(ErrorKind::Unsupported, what),
-        ))
+        let error = std::io::Error::new(ErrorKind::Unsupported, what);
+        Err(Error::io("reading back", self.uri(), error))
     }
 
     fn insert(&self, at: u64, end: u64, len: u64, _cancel: &dyn Cancel) -> Result<u64> {
@@ -365,9 +362,8 @@ impl WriteAt for UploadSink {
         let Some(plan) = &mut state.plan else { return Ok(len) };
         // Whole parts, so that all parts but the last keep the same size.
         let len = len.next_multiple_of(plan.part_len);
-        let bug = || Error::Bug(format!("{len} bytes inserted at {at}"));
         if at > plan.head_len.min(end) {
-            return Err(bug());
+            return Err(Error::Bug(format!("{len} bytes inserted at {at}")));
         }
         plan.head_len += len;
         let start = to_usize(at).min(state.head.len());

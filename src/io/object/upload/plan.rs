@@ -91,12 +91,8 @@ impl PartPlan {
 
     /// Bytes of the longest part so far.
     pub fn longest_part(&self) -> u64 {
-        self.ends
-            .len()
-            .checked_sub(1)
-            .and_then(|last| self.part_range(last))
-            .map_or(0, |last| last.len)
-            .max(self.part_len)
+        let last = self.ends.len().checked_sub(1).and_then(|last| self.part_range(last));
+        last.map_or(self.part_len, |last| last.len.max(self.part_len))
     }
 
     /// The part with the byte at a position of the file that is not in the head. None where there

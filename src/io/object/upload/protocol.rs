@@ -1,11 +1,9 @@
 //! The protocol of an upload: the requests by which a server takes an object, whole or in parts.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::plan::UploadLimits;
 use crate::cancel::Cancel;
 use crate::codec::crypt::random;
 use crate::error::{Error, Result};
@@ -32,44 +30,21 @@ pub fn confirm_if_present(error: Error, is_there: impl FnOnce() -> Result<bool>)
 
 /// An object that is being written, as a whole or in parts.
 pub trait UploadProtocol: Send + Sync {
-    /// The address as messages show it.
-    fn display_address(&self) -> &str;
-
-    /// The server and the object, the same for all addresses of the object.
-    fn target(&self) -> String;
-
-    /// Time limit for a server that neither sends nor takes bytes.
-    fn stall(&self) -> Duration;
-
-    fn limits(&self) -> UploadLimits;
-
     /// Sends the whole object.
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()>;
 
     /// Begins an object in parts; returns the name that the server has for this upload.
     fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>>;
 
-    /// Sends a part; the first has the number 1.
-    fn part(
-        &self,
-        upload: &str,
-        number: u64,
-        bytes: &Bytes,
-        cancel: &dyn Cancel,
-    ) -> Result<SentPart>;
+    /// Sends a part of the upload that the server calls `id`; the first has the number 1.
+    fn part(&self, id: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<SentPart>;
 
     /// Completes the object, of `len` bytes, from its parts in the order of their numbers. A
     /// completion whose response was lost is recognised.
-    fn complete(
-        &self,
-        upload: &str,
-        parts: &[SentPart],
-        len: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<()>;
+    fn complete(&self, id: &str, parts: &[SentPart], len: u64, cancel: &dyn Cancel) -> Result<()>;
 
     /// Aborts the upload; the server deletes its parts.
-    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()>;
+    fn abort(&self, id: &str, cancel: &dyn Cancel) -> Result<()>;
 }
 
 /// A part that the server has received.

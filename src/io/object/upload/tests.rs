@@ -1,7 +1,6 @@
 //! Uploads to an object in memory, whose requests can fail.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
-use std::collections::BTreeMap;
 use std::sync::Barrier;
 use std::thread;
 
@@ -60,22 +59,6 @@ impl RamObject {
 }
 
 impl UploadProtocol for RamObject {
-    fn display_address(&self) -> &str {
-        &self.name
-    }
-
-    fn target(&self) -> String {
-        self.name.clone()
-    }
-
-    fn stall(&self) -> Duration {
-        Duration::from_secs(1)
-    }
-
-    fn limits(&self) -> UploadLimits {
-        UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 }
-    }
-
     fn put(&self, bytes: &Bytes, _: &dyn Cancel) -> Result<()> {
         self.check(Stage::Put)?;
         self.state().puts += 1;
@@ -121,7 +104,11 @@ impl UploadProtocol for RamObject {
 }
 
 fn sink(object: &Arc<RamObject>) -> UploadSink {
-    UploadSink::new(Arc::clone(object) as Arc<dyn UploadProtocol>, &options()).unwrap()
+    let limits = UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
+    let options = TransportOptions { stall: Duration::from_secs(1), ..options() };
+    let names = (object.name.clone(), object.name.clone());
+    let object: Arc<dyn UploadProtocol> = Arc::<RamObject>::clone(object);
+    UploadSink::new(object, names, limits, &options).unwrap()
 }
 
 fn object(name: &str) -> RamObject {
