@@ -75,7 +75,7 @@ impl ShardIndex {
         if source.facts().len.is_none() {
             return Ok(None);
         }
-        with_intact_copies(&|error| suspects_of_open(&source, error), cancel, || {
+        with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = FileHead::read(Arc::clone(&source), base, cancel)?;
             let is_index = shards::recognises(head.bytes());
             is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
@@ -256,7 +256,7 @@ fn open_all(
         })?;
         selection.index.check_same(file, &*source)?;
         let opening = Opening { cancel: control, ..*opening };
-        with_intact_copies(&|error| suspects_of_open(&source, error), control, || {
+        with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = FileHead::read(Arc::clone(&source), 0, control)?;
             head.part((number, at_once), &opening)
         })

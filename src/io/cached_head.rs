@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// A cached header: the head of a response, and the first bytes of the file. It holds no secrets.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CachedHead {
     /// The address as messages show it: without user, password and signature, and of a query only
     /// the version of an object of S3.

@@ -5,7 +5,7 @@ mod address;
 mod hub;
 mod local_cache;
 
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::ops::ControlFlow;
 use std::sync::{Arc, OnceLock};
 
@@ -92,8 +92,13 @@ impl Repo {
                 None if response.exists => {
                     let what = "the server's response has no X-Repo-Commit header, so it is not a \
                                 Hugging Face hub: check HF_ENDPOINT";
-                    let error = io::Error::new(ErrorKind::InvalidData, what);
-                    return Err(Error::io("asking for", &address.display_address(), error));
+                    let address = address.display_address();
+                    return Err(Error::failed(
+                        "asking for",
+                        &address,
+                        ErrorKind::InvalidData,
+                        what,
+                    ));
                 }
                 _ => {}
             }
@@ -106,11 +111,7 @@ impl Repo {
                 wanted.path
             ),
         };
-        Err(Error::io(
-            "opening",
-            &wanted.display_address(),
-            io::Error::new(ErrorKind::NotFound, what),
-        ))
+        Err(Error::failed("opening", &wanted.display_address(), ErrorKind::NotFound, what))
     }
 
     /// Asks the hub about a file; or ends with the copy, if the hub cannot be reached, or refuses the
@@ -167,7 +168,7 @@ impl Repo {
 
     fn not_cached(&self, wanted: &HubAddress) -> Error {
         let what = "HF_HUB_OFFLINE is set, and it is not in the cache of Hugging Face's client";
-        Error::io("opening", &wanted.display_address(), io::Error::new(ErrorKind::NotFound, what))
+        Error::failed("opening", &wanted.display_address(), ErrorKind::NotFound, what)
     }
 
     /// Opens a file of a commit.
@@ -181,15 +182,10 @@ impl Repo {
         if let Some(path) = self.local.file(address) {
             let file = crate::sys::open_nonblocking(&path);
             let file = file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
+            let source = FileSource::new(file, uri.clone())?;
             // It names the commit and has no validators, because no server was contacted.
-            let head = CachedHead {
-                uri: uri.clone(),
-                len: file.metadata().map_err(|e| Error::io("examining", &uri, e))?.len(),
-                tag: None,
-                modified: None,
-                headers: Vec::new(),
-                first: Arc::default(),
-            };
+            let len = source.facts().len.unwrap_or(0);
+            let head = CachedHead { uri, len, ..CachedHead::default() };
             let path = path.canonicalize().unwrap_or(path);
             let http::HubFile { open_sibling, checksum } = self.hub_file(address, true);
             let server = ServerFile {
@@ -200,13 +196,13 @@ impl Repo {
                 fallback: Arc::clone(&self.fallback),
                 ..ServerFile::default()
             };
-            return Ok(Arc::new(FileSource::of_server(file, uri, server)?));
+            return Ok(Arc::new(source.of_server(server)));
         }
         if self.offline {
             return Err(self.not_cached(address));
         }
         let hub = self.hub()?;
-        let options = OpenOptions { transport: hub.options(), first, ..self.options.clone() };
+        let options = OpenOptions { transport: hub.options.clone(), first, ..self.options.clone() };
         let hub_file = Some(self.hub_file(address, false));
         http::open_as(hub.url(address), uri, hub_file, &options, cancel)
     }

@@ -92,7 +92,7 @@ struct FirstRequest<'r> {
 impl FirstRequest<'_> {
     async fn head(&self, client: &PooledClient, budget: &RetryBudget<'_>) -> Result<Head, Failure> {
         let entry = self.entry.filter(|_| self.is_conditional.get());
-        let if_none_match = entry.map(|entry| &*entry.version().tag);
+        let if_none_match = entry.map(|entry| &*entry.version.tag);
         let range_request =
             RangeRequest { if_none_match, ..RangeRequest::range(self.range.start, self.range.end) };
         let begun = clock::now();
@@ -114,8 +114,7 @@ impl FirstRequest<'_> {
         };
         let mut bytes = Vec::new();
         if first.not_modified {
-            let copy = entry.map(CacheEntry::version);
-            let copy = copy.map(|copy| (copy.len, &*copy.tag));
+            let copy = entry.map(|entry| (entry.version.len, &*entry.version.tag));
             let confirmed = first.confirm_copy(copy);
             self.is_conditional.set(confirmed.is_ok());
             confirmed?;

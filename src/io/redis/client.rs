@@ -8,7 +8,7 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Pipeline, RedisConnectionInfo, RedisError, Value};
 use url::Url;
 
-use super::bounded_connection::{BoundedConnection, ReceiveLimit};
+use super::bounded_connection::{self, ReceiveLimit};
 use crate::error::Escaped;
 use crate::io::transport::{
     ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust,
@@ -116,7 +116,7 @@ impl RedisConnections {
         let connected = async {
             let to = (host.as_str(), *port);
             let stream =
-                BoundedConnection::connect(to, self.tls.as_ref(), receive_limit.clone()).await;
+                bounded_connection::connect(to, self.tls.as_ref(), receive_limit.clone()).await;
             let config = self.config.clone();
             let stream = stream.map_err(|error| connect_failure(error, &self.hint))?;
             MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
