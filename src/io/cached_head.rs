@@ -30,25 +30,5 @@ impl CachedHead {
     }
 }
 
-/// Cached headers by address. Clones share them.
-#[derive(Debug, Clone, Default)]
-pub struct CachedHeads(Arc<HashMap<String, CachedHead>>);
-
-impl CachedHeads {
-    /// The cached header of the file with this address, given as messages show it.
-    pub fn of(&self, display_address: &str) -> Option<&CachedHead> {
-        self.0.get(display_address)
-    }
-
-    /// The addresses of all cached headers.
-    #[cfg(feature = "hf")]
-    pub fn addresses(&self) -> impl Iterator<Item = &str> {
-        self.0.keys().map(String::as_str)
-    }
-}
-
-impl FromIterator<CachedHead> for CachedHeads {
-    fn from_iter<I: IntoIterator<Item = CachedHead>>(heads: I) -> Self {
-        CachedHeads(Arc::new(heads.into_iter().map(|head| (head.uri.clone(), head)).collect()))
-    }
-}
+/// Cached headers, by the addresses of their files as messages show them.
+pub type CachedHeads = Arc<HashMap<String, CachedHead>>;

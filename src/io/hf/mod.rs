@@ -137,14 +137,11 @@ impl Repo {
 
     /// The commit at which another process has opened the repository for this one.
     fn commit_of_cached_heads(&self, wanted: &HubAddress) -> Option<String> {
-        let addresses = self
-            .options
-            .cached_heads
-            .addresses()
-            .filter_map(|address| HubAddress::parse(address).ok());
-        let mut same =
-            addresses.filter(|address| address.repo == wanted.repo && address.is_pinned());
-        same.next().map(|address| address.revision)
+        let addresses = self.options.cached_heads.keys();
+        addresses.filter_map(|address| HubAddress::parse(address).ok()).find_map(|address| {
+            let is_same = address.repo == wanted.repo && address.is_pinned();
+            is_same.then_some(address.revision)
+        })
     }
 
     /// The first file of a commit that can be opened without a request.
@@ -156,14 +153,10 @@ impl Repo {
         let addresses = candidates.iter().map(|address| Some(address.at_commit(commit?)));
         let addresses: Vec<HubAddress> = addresses.collect::<Option<_>>()?;
         let has_cached_head = |address: &&HubAddress| {
-            self.options.cached_heads.of(&address.display_address()).is_some()
+            self.options.cached_heads.contains_key(&address.display_address())
         };
-        let is_downloaded = |address: &&HubAddress| self.local.file(address).is_some();
-        addresses
-            .iter()
-            .find(has_cached_head)
-            .or_else(|| addresses.iter().find(is_downloaded))
-            .cloned()
+        let downloaded = || addresses.iter().find(|address| self.local.file(address).is_some());
+        addresses.iter().find(has_cached_head).or_else(downloaded).cloned()
     }
 
     fn not_cached(&self, wanted: &HubAddress) -> Error {

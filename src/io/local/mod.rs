@@ -19,7 +19,7 @@ pub use direct::{
     READS_PER_READER,
 };
 pub use file::{FileSource, OwnHandle, is_at, open_no_follow};
-pub use folder::Folder;
+pub use folder::siblings;
 pub use in_flight::InFlightLimit;
 pub use pipe::Pipe;
 pub use sink::FileSink;

@@ -113,7 +113,7 @@ pub fn open_model(
         itself.then(|| uri.to_owned()).into_iter().chain(in_folder).collect();
     let is_cached = |uri: &&String| {
         display_address(uri)
-            .is_some_and(|display_address| options.cached_heads.of(&display_address).is_some())
+            .is_some_and(|display_address| options.cached_heads.contains_key(&display_address))
     };
     if let Some(uri) = candidates.iter().find(is_cached) {
         return open(uri, options, cancel);
