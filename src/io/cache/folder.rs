@@ -123,7 +123,7 @@ impl Cache {
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    self.create_entry(version, uri, cancel)?;
+                    self.create(version, uri, cancel)?;
                 }
                 Err(e) => return Err(e),
             }
@@ -132,12 +132,7 @@ impl Cache {
     }
 
     /// Creates an entry, unless another process just has.
-    fn create_entry(
-        &self,
-        version: &FileVersion,
-        uri: &str,
-        cancel: &dyn Cancel,
-    ) -> io::Result<()> {
+    fn create(&self, version: &FileVersion, uri: &str, cancel: &dyn Cancel) -> io::Result<()> {
         let folder = File::open(&*self.folder)?;
         // One process at a time, or several would count on the same free space; the wait is
         // bounded.

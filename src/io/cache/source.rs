@@ -164,7 +164,11 @@ impl CacheState {
             let arrived = if is_owner { entry.arrived() } else { entry.entry.arrived() };
             let is_coming = is_owner && arrived < wanted.end && entry.is_fetching(wanted);
             if arrived > wanted.start && !is_coming {
-                match read_cached(&entry.entry, &(wanted.start..wanted.end.min(arrived)), buffers) {
+                match read_cached(
+                    &entry.entry.file,
+                    &(wanted.start..wanted.end.min(arrived)),
+                    buffers,
+                ) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == ErrorKind::Interrupted => {}
                     _ => self.disable(&"cached bytes cannot be read"),
@@ -319,13 +323,8 @@ impl CacheState {
 }
 
 /// Reads bytes of an entry. An error, or 0 bytes, means that they cannot be read.
-fn read_cached(
-    entry: &CacheEntry,
-    range: &Range<u64>,
-    buffers: &mut Buffers<'_>,
-) -> io::Result<usize> {
-    let read =
-        |part: &mut Buffers<'_>| sys::read_vectored_at(&entry.file, range.start, part).map(drop);
+fn read_cached(file: &File, range: &Range<u64>, buffers: &mut Buffers<'_>) -> io::Result<usize> {
+    let read = |part: &mut Buffers<'_>| sys::read_vectored_at(file, range.start, part).map(drop);
     let read = buffers.tee(len(range), (&mut [], &mut []), |_, _| {}, read)?;
     buffers.arrived(read as u64);
     Ok(read)

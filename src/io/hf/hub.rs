@@ -105,22 +105,16 @@ impl Hub {
         let code = header_text(&headers, "x-error-code").unwrap_or("");
         let missing =
             code == "EntryNotFound" || (code.is_empty() && status == StatusCode::NOT_FOUND);
-        let refusal = (!exists && !missing).then(|| {
-            let (kind, what) = self.refusal(address, status, &headers);
-            Error::failed("asking for", &display_address, kind, what)
-        });
+        let refusal = (!exists && !missing).then(|| self.refusal(address, status, &headers));
         let refuses_token = self.token.is_some()
             && matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
         let (commit, checksum) = (commit.map(str::to_owned), checksum(&headers));
         Ok(HubResponse { exists, commit, checksum, refuses_token, refusal })
     }
 
-    fn refusal(
-        &self,
-        address: &HubAddress,
-        status: StatusCode,
-        headers: &HeaderMap,
-    ) -> (ErrorKind, String) {
+    fn refusal(&self, address: &HubAddress, status: StatusCode, headers: &HeaderMap) -> Error {
+        let failed =
+            |kind, what| Error::failed("asking for", &address.display_address(), kind, what);
         if status.is_redirection() {
             let to =
                 header_text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
@@ -129,7 +123,7 @@ impl Hub {
                 "the hub redirects to {to}, and the token is not sent to another server: set \
                  HF_ENDPOINT to the final address of the hub"
             );
-            return (ErrorKind::InvalidData, what);
+            return failed(ErrorKind::InvalidData, what);
         }
         let code = header_text(headers, "x-error-code").unwrap_or("");
         let reason = ErrorDocument::read(headers, &[]).without(self.token.as_slice());
@@ -159,9 +153,9 @@ impl Hub {
                 format!("there is no repository `{repo}`, or it is private: {token}")
             }
             (_, StatusCode::FORBIDDEN) => format!("the hub refuses access to `{repo}`: {token}"),
-            _ => return (kind, answer),
+            _ => return failed(kind, answer),
         };
-        (kind, format!("{what}; {answer}"))
+        failed(kind, format!("{what}; {answer}"))
     }
 }
 

@@ -65,14 +65,14 @@ impl Repo {
         } else {
             self.commit_of_cached_heads(wanted)
         };
-        if let Some(found) = self.find_without_request(commit.as_deref(), &candidates) {
+        if let Some(found) = self.find_cached(commit.as_deref(), &candidates) {
             return Ok(found);
         }
         if self.offline {
             return Err(self.not_cached(wanted));
         }
         let cached_commit = self.local.commit(wanted).filter(|_| commit.is_none());
-        let copy = self.find_without_request(cached_commit.as_deref(), &candidates);
+        let copy = self.find_cached(cached_commit.as_deref(), &candidates);
         for candidate in &candidates {
             let address =
                 commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at_commit(c));
@@ -83,7 +83,7 @@ impl Repo {
             };
             if commit.is_none() && response.commit.is_some() {
                 commit = response.commit;
-                if let Some(found) = self.find_without_request(commit.as_deref(), &candidates) {
+                if let Some(found) = self.find_cached(commit.as_deref(), &candidates) {
                     return Ok(found);
                 }
             }
@@ -145,11 +145,7 @@ impl Repo {
     }
 
     /// The first file of a commit that can be opened without a request.
-    fn find_without_request(
-        &self,
-        commit: Option<&str>,
-        candidates: &[HubAddress],
-    ) -> Option<HubAddress> {
+    fn find_cached(&self, commit: Option<&str>, candidates: &[HubAddress]) -> Option<HubAddress> {
         let addresses = candidates.iter().map(|address| Some(address.at_commit(commit?)));
         let addresses: Vec<HubAddress> = addresses.collect::<Option<_>>()?;
         let has_cached_head = |address: &&HubAddress| {

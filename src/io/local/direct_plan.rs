@@ -26,12 +26,7 @@ pub struct PlannedRead {
 impl PlannedRead {
     /// Cuts the first `wanted` bytes of buffers, which lie at `offset` of a file, into reads of at
     /// most `max_len` bytes.
-    pub fn plan(
-        offset: u64,
-        ranges: &[libc::iovec],
-        wanted: usize,
-        max_len: usize,
-    ) -> Vec<PlannedRead> {
+    pub fn plan(offset: u64, ranges: &[libc::iovec], wanted: usize, max_len: usize) -> Vec<Self> {
         // The position of the offset within its block of the file.
         let phase = to_usize(offset % DISK_BLOCK as u64);
         let mut plan = DirectReads { offset, phase, max_len, reads: Vec::new() };

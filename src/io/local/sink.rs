@@ -181,13 +181,8 @@ fn refuse_mapped(file: &File, uri: &str) -> Result<()> {
 }
 
 /// True if the folder, like `/tmp`, lets only owners replace files, and another user owns this one.
-fn is_protected_by_sticky_bit(
-    target: &Path,
-    old_user: u32,
-    folder: &Metadata,
-    own_user: u32,
-) -> bool {
-    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == own_user || old_user == own_user {
+fn is_protected_by_sticky_bit(target: &Path, old_user: u32, folder: &Metadata, user: u32) -> bool {
+    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == user || old_user == user {
         return false;
     }
     // Tests the privilege by an operation that needs it: only the owner, or a privileged process,

@@ -112,15 +112,10 @@ impl TemporaryFile {
 
     /// Ensures that the file has a hidden name, and returns the name.
     fn ensure_hidden_name(&mut self, file: &File) -> io::Result<PathBuf> {
-        let path = match self.path.take() {
-            Some(path) => path,
-            None => match self.hidden_names.link(file) {
-                Ok(path) => path,
-                // The link failed although the trial had succeeded. The file is copied, so that its
-                // bytes are not lost.
-                Err(_) => self.copy(file)?,
-            },
-        };
+        let named = self.path.take().map_or_else(|| self.hidden_names.link(file), Ok);
+        // A link may fail although the trial had succeeded. The file is copied, so that its bytes
+        // are not lost.
+        let path = named.or_else(|_| self.copy(file))?;
         Ok(self.path.insert(path).clone())
     }
 

@@ -62,12 +62,8 @@ pub struct RedisSource {
 }
 
 /// Opens an address: finds the keys and the lengths of their values.
-pub fn open(
-    address: &str,
-    options: &TransportOptions,
-    cancel: &dyn Cancel,
-) -> Result<Arc<dyn ReadAt>> {
-    let parsed = RedisAddress::parse(address).map_err(Error::InvalidArgument)?;
+pub fn open(uri: &str, options: &TransportOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let parsed = RedisAddress::parse(uri).map_err(Error::InvalidArgument)?;
     let (uri, prefix) = (parsed.display_address.clone(), parsed.prefix.clone());
     let connections = RedisConnections::new(parsed, options).map_err(Error::InvalidArgument)?;
     let facts = Facts { uri, ..Facts::default() };
@@ -298,14 +294,11 @@ impl ValueRange<'_> {
 
 /// The pattern of all keys with a prefix; its own special characters mean themselves.
 fn pattern(prefix: &str) -> String {
-    let mut pattern = String::with_capacity(prefix.len() + 2);
-    for letter in prefix.chars() {
-        if matches!(letter, '*' | '?' | '[' | ']' | '\\' | '^' | '-') {
-            pattern.push('\\');
-        }
-        pattern.push(letter);
-    }
-    pattern + ":*"
+    let escaped = prefix.chars().flat_map(|letter| {
+        let is_special = matches!(letter, '*' | '?' | '[' | ']' | '\\' | '^' | '-');
+        is_special.then_some('\\').into_iter().chain([letter])
+    });
+    escaped.chain([':', '*']).collect()
 }
 
 /// The number after the last colon.
