@@ -68,14 +68,6 @@ impl<S: Stream> StreamSource<S> {
             ))
         })
     }
-
-    fn read_error(&self, error: io::Error) -> Error {
-        // A cancelled call is passed through the stream as an error.
-        match error.downcast::<Error>() {
-            Ok(error) => error,
-            Err(error) => Error::io("reading", &self.facts.uri, error),
-        }
-    }
 }
 
 impl<S: Stream> ReadAt for StreamSource<S> {
@@ -88,6 +80,11 @@ impl<S: Stream> ReadAt for StreamSource<S> {
     }
 
     fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
+        // A cancelled call is passed through the stream as an error.
+        let failed = |error: io::Error| match error.downcast::<Error>() {
+            Ok(error) => error,
+            Err(error) => Error::io("reading", &self.facts.uri, error),
+        };
         let mut guard = self.lock(cancel)?;
         let (stream, position) = &mut *guard;
         let mut gap = offset.checked_sub(*position).ok_or_else(|| {
@@ -101,12 +98,12 @@ impl<S: Stream> ReadAt for StreamSource<S> {
             let len = unwanted.len().min(to_usize(gap));
             let step = unwanted.get_mut(..len).unwrap_or(&mut []);
             let read = stream.read_next(&mut Buffers::from_slice(step), cancel);
-            match read.map_err(|e| self.read_error(e))? {
+            match read.map_err(failed)? {
                 0 => return Ok(0),
                 read => (gap, *position) = (gap - read as u64, *position + read as u64),
             }
         }
-        let read = stream.read_next(into, cancel).map_err(|e| self.read_error(e))?;
+        let read = stream.read_next(into, cancel).map_err(failed)?;
         *position += read as u64;
         Ok(read)
     }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::io::ReadAt;
-use crate::io::local::{is_at, open_no_follow};
+use crate::io::local::{open_no_follow, remove_if_at};
 use crate::mem::DISK_BLOCK;
 use crate::sys;
 
@@ -210,7 +210,7 @@ impl CacheEntry {
             file.set_modified(used)
         };
         let sync = move || match file.sync_data() {
-            Err(_) => remove_if_same(&file, &path),
+            Err(_) => drop(remove_if_at(&file, &path)),
             // Without the record, which a file that is open for reading cannot get, the entry is
             // not used after the next start of the machine.
             Ok(()) => drop(record(&file, &version)),
@@ -221,14 +221,8 @@ impl CacheEntry {
 
     /// Removes it, unless there is another one of its name. Its readers go on with the removed file.
     pub fn remove(&self) {
-        remove_if_same(&self.file, &self.path);
-    }
-}
-
-fn remove_if_same(file: &File, path: &Path) {
-    if is_at(file, path) {
         // If this fails, the next opening finds it again.
-        let _ = fs::remove_file(path);
+        let _ = remove_if_at(&self.file, &self.path);
     }
 }
 
@@ -243,9 +237,7 @@ pub fn remove(path: &Path) -> io::Result<bool> {
         return Ok(false);
     }
     // Another process may have removed it, and there may be a new one.
-    if is_at(&file, path) {
-        fs::remove_file(path)?;
-    }
+    remove_if_at(&file, path)?;
     Ok(true)
 }
 

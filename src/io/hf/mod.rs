@@ -92,13 +92,8 @@ impl Repo {
                 None if response.exists => {
                     let what = "the server's response has no X-Repo-Commit header, so it is not a \
                                 Hugging Face hub: check HF_ENDPOINT";
-                    let address = address.display_address();
-                    return Err(Error::failed(
-                        "asking for",
-                        &address,
-                        ErrorKind::InvalidData,
-                        what,
-                    ));
+                    let (uri, kind) = (address.display_address(), ErrorKind::InvalidData);
+                    return Err(Error::failed("asking for", &uri, kind, what));
                 }
                 _ => {}
             }

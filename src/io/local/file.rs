@@ -116,9 +116,14 @@ pub fn open_no_follow(path: &Path) -> io::Result<File> {
 }
 
 /// True if an open file is the one at a path.
-pub fn is_at(file: &File, path: &Path) -> bool {
+pub(super) fn is_at(file: &File, path: &Path) -> bool {
     let at_path = fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()));
     at_path.is_ok_and(|at_path| identity(file).is_ok_and(|own| own == at_path))
+}
+
+/// Removes an open file, unless there is another one at its path.
+pub fn remove_if_at(file: &File, path: &Path) -> io::Result<()> {
+    if is_at(file, path) { fs::remove_file(path) } else { Ok(()) }
 }
 
 /// The metadata of an open file; an error if it is a folder.

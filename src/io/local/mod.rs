@@ -18,7 +18,7 @@ pub use direct::{
     DEPTH as MAX_DIRECT_READS, DIRECT_MEMORY, DirectReader, READ_LEN as DIRECT_READ_LEN,
     READS_PER_READER,
 };
-pub use file::{FileSource, OwnHandle, is_at, open_no_follow};
+pub use file::{FileSource, OwnHandle, open_no_follow, remove_if_at};
 pub use folder::siblings;
 pub use in_flight::InFlightLimit;
 pub use pipe::Pipe;

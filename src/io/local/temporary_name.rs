@@ -11,7 +11,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::file::{is_at, open_no_follow};
+use super::file::{is_at, open_no_follow, remove_if_at};
 use crate::sys;
 
 /// The suffix of locked files, which are stale once the lock is free.
@@ -143,9 +143,7 @@ fn remove_if_stale(path: &Path, is_same_mount: bool) -> io::Result<()> {
     }
     if sys::try_flock(&file)? {
         // No writer holds the lock, but the writer may have published the file just before.
-        if is_at(&file, path) {
-            fs::remove_file(path)?;
-        }
+        remove_if_at(&file, path)?;
     }
     Ok(())
 }
