@@ -87,20 +87,18 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         };
         let mut guard = self.lock(cancel)?;
         let (stream, position) = &mut *guard;
-        let mut gap = offset.checked_sub(*position).ok_or_else(|| {
-            Error::Unsupported(format!(
+        if offset < *position {
+            return Err(Error::Unsupported(format!(
                 "`{}` can only be read front to back: byte {offset} was passed at byte {position}",
                 self.facts.uri
-            ))
-        })?;
-        let mut unwanted = vec![0; STEP.min(to_usize(gap))];
-        while gap > 0 {
-            let len = unwanted.len().min(to_usize(gap));
-            let step = unwanted.get_mut(..len).unwrap_or(&mut []);
-            let read = stream.read_next(&mut Buffers::from_slice(step), cancel);
+            )));
+        }
+        while *position < offset {
+            let mut unwanted = vec![0; STEP.min(to_usize(offset - *position))];
+            let read = stream.read_next(&mut Buffers::from_slice(&mut unwanted), cancel);
             match read.map_err(failed)? {
                 0 => return Ok(0),
-                read => (gap, *position) = (gap - read as u64, *position + read as u64),
+                read => *position += read as u64,
             }
         }
         let read = stream.read_next(into, cancel).map_err(failed)?;

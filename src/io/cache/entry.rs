@@ -203,17 +203,16 @@ impl CacheEntry {
     fn sync(&self) {
         let Ok(file) = self.file.try_clone() else { return };
         let (path, version) = (self.path.clone(), self.version.clone());
-        let record = |file: &File, version: &FileVersion| {
-            let used = file.metadata()?.modified()?;
-            write_record(file, version, version.len, true)?;
-            // This was no use.
-            file.set_modified(used)
-        };
         let sync = move || match file.sync_data() {
             Err(_) => drop(remove_if_at(&file, &path)),
             // Without the record, which a file that is open for reading cannot get, the entry is
             // not used after the next start of the machine.
-            Ok(()) => drop(record(&file, &version)),
+            Ok(()) => {
+                let used = file.metadata().and_then(|found| found.modified());
+                let _ = write_record(&file, &version, version.len, true);
+                // This was no use.
+                let _ = used.and_then(|used| file.set_modified(used));
+            }
         };
         // Without a thread, it stays unsynced too.
         drop(thread::Builder::new().name("tensorizer-cache".to_owned()).spawn(sync));
