@@ -21,10 +21,8 @@ pub fn siblings(
     if let Some(server) = &facts.server {
         return Ok((server.open_sibling.clone(), Vec::new()));
     }
-    let (Some(file), Some(path)) = (source.file(), &facts.path) else {
-        return Ok((None, Vec::new()));
-    };
-    let Some((parent, own_name)) = path.parent().zip(path.file_name()) else {
+    let parts = facts.path.as_ref().and_then(|path| path.parent().zip(path.file_name()));
+    let (Some(file), Some((parent, own_name))) = (source.file(), parts) else {
         return Ok((None, Vec::new()));
     };
     // The second folder is the right one if a link in the path has changed since the opening.

@@ -94,12 +94,10 @@ impl TemporaryNames {
     pub(super) fn remove_stale(&self) {
         // A folder that cannot be listed keeps what is in it.
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            if let Some(mount_id) =
-                entry.file_name().to_str().and_then(|name| self.mount_id_of(name))
-            {
-                let is_same_mount = self.mount_id == Some(mount_id);
+            let name = entry.file_name();
+            if let Some(mount_id) = name.to_str().and_then(|name| self.mount_id_of(name)) {
                 // A file that cannot be removed is left to the next writer.
-                let _ = remove_if_stale(&entry.path(), is_same_mount);
+                let _ = remove_if_stale(&entry.path(), self.mount_id == Some(mount_id));
             }
         }
     }
