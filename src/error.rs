@@ -213,6 +213,16 @@ impl Error {
     pub fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
         Error::Io { action, uri: uri.to_owned(), error }
     }
+
+    /// Creates the error of an operation that cannot succeed, with the reason in words.
+    pub fn failed(
+        action: &'static str,
+        uri: &str,
+        kind: io::ErrorKind,
+        what: impl Into<String>,
+    ) -> Self {
+        Error::io(action, uri, io::Error::new(kind, what.into()))
+    }
 }
 
 /// Text that a file or a server has chosen, in a message. Characters on which a terminal would act

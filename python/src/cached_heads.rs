@@ -1,5 +1,7 @@
 //! Cached heads of files, as plain tuples for Python.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -16,9 +18,9 @@ pub type HeadForPython<'py> = HeadTuple<Bound<'py, PyBytes>>;
 pub fn from_python(heads: impl Iterator<Item = HeadFromPython>) -> CachedHeads {
     let heads = heads.map(|(uri, len, tag, modified, headers, first)| {
         let first: &[u8] = &first;
-        CachedHead { uri, len, tag, modified, headers, first: first.into() }
+        (uri.clone(), CachedHead { uri, len, tag, modified, headers, first: first.into() })
     });
-    heads.collect()
+    Arc::new(heads.collect())
 }
 
 /// Converts heads of the core for Python.

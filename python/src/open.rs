@@ -14,7 +14,7 @@ use tensorizer::format::shards::{FILE_EXTENSIONS, MODEL_FILE_NAMES};
 use tensorizer::io::cache::Cache;
 use tensorizer::io::transport::Trust;
 use tensorizer::io::uri::{self, Address};
-use tensorizer::io::{MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, StreamSource};
+use tensorizer::io::{Facts, MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, StreamSource};
 
 use crate::cached_heads::{HeadFromPython, from_python};
 use crate::errors::{Outcome, Raised};
@@ -144,7 +144,10 @@ pub fn open(
     let object = PyFile::new(file.clone().unbind(), uri(), size);
     let source: Arc<dyn ReadAt> = match size {
         Some(_) => Arc::new(object),
-        None => Arc::new(StreamSource::new_at(object, uri(), base)),
+        None => {
+            let facts = Facts { uri: uri(), ..Facts::default() };
+            Arc::new(StreamSource::with_facts(object, base, facts))
+        }
     };
     Ok(Source::new(source, base))
 }

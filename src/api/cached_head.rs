@@ -34,11 +34,14 @@ impl Opening<'_> {
 #[cfg(feature = "http")]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
+    use std::collections::HashMap;
+    use std::sync::Arc;
+
     use super::super::file::TensorFile;
     use super::*;
     use crate::cancel::Never;
     use crate::error::{Error, Result};
-    use crate::io::{CachedHeads, OpenOptions, uri};
+    use crate::io::{OpenOptions, uri};
 
     /// No server listens at this address.
     const ADDRESS: &str = "http://user:word@127.0.0.1:1/f?token=hidden";
@@ -59,7 +62,7 @@ mod tests {
 
     fn open_with(opening: &Opening<'_>, head: CachedHead) -> Result<TensorFile> {
         let options = OpenOptions::from_environment().unwrap();
-        let cached_heads = CachedHeads::from_iter([head]);
+        let cached_heads = Arc::new(HashMap::from([(head.uri.clone(), head)]));
         let options = OpenOptions { cached_heads, ..options };
         opening.source(uri::open_model(ADDRESS, &options, &Never)?, 0)
     }

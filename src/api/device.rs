@@ -165,7 +165,7 @@ impl<'f> DeviceLoad<'f> {
         selection.check()?;
         let verify = selection.file.verify_hub_checksums(options, cancel)?;
         let options = &LoadOptions { verify, ..*options };
-        selection.file.with_intact_copies(cancel, || {
+        selection.file.with_intact_copies(|| {
             let open = |one: &DestinationDevice<'_>| Streams::open(one.device, one.consumer);
             let streams = to.devices.iter().map(open).collect::<Result<Vec<_>>>()?;
             try_key(selection, cancel)?;

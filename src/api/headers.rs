@@ -42,7 +42,7 @@ pub fn visit_headers(
     let on_header = |tensor: TensorNumber, header: &TensorHeader<'_>| {
         on_header(*tensor.of(selection.order())?, header)
     };
-    file.with_intact_copies(cancel, || {
+    file.with_intact_copies(|| {
         let mut plan = ReadPlan::new(&[], &[], false);
         for (tensor, mut extent) in selection.extents().into_iter().enumerate() {
             extent.data_len = 0;

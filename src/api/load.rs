@@ -40,7 +40,7 @@ pub fn load_counted(
     let verify = file.verify_hub_checksums(options, cancel)?;
     let map = options.map && !selection.is_sliced();
     let options = &LoadOptions { map, verify, ..*options };
-    file.with_intact_copies(cancel, || {
+    file.with_intact_copies(|| {
         let mut memory = HostMemory::new(&selection, options)?;
         let headers = read_to_host(&selection, memory.lend()?, options, counters, cancel)?;
         let loaded = headers.into_iter().zip(memory.freeze()?).collect();
@@ -105,7 +105,7 @@ pub fn load_into_uninit(
             destination.fill(MaybeUninit::new(0));
         }
     }
-    let headers = file.with_intact_copies(cancel, || {
+    let headers = file.with_intact_copies(|| {
         if file.decryption().is_none() {
             let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(bytes));
             let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());

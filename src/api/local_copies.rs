@@ -3,18 +3,13 @@
 use std::sync::Arc;
 
 use super::file::TensorFile;
-use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{LocalCopy, ReadAt};
 
 impl TensorFile {
     /// Runs some work on its files. See [`with_intact_copies`]. Work that has found a tensor whose
     /// data must not be cut runs again, and cuts none.
-    pub(super) fn with_intact_copies<T>(
-        &self,
-        cancel: &dyn Cancel,
-        mut work: impl FnMut() -> Result<T>,
-    ) -> Result<T> {
+    pub(super) fn with_intact_copies<T>(&self, mut work: impl FnMut() -> Result<T>) -> Result<T> {
         let work = || {
             let uncut = self.has_long_pieces();
             match work() {
@@ -24,7 +19,7 @@ impl TensorFile {
                 done => done,
             }
         };
-        with_intact_copies(&|error| self.suspects(error), cancel, work)
+        with_intact_copies(&|error| self.suspects(error), work)
     }
 
     /// Returns the files whose bytes an error may be about.
@@ -51,7 +46,6 @@ impl TensorFile {
 /// copies and runs the work once more with bytes from the server.
 pub fn with_intact_copies<T>(
     suspects: &dyn Fn(&Error) -> Vec<Arc<dyn ReadAt>>,
-    cancel: &dyn Cancel,
     mut work: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     let error = match work() {
@@ -66,7 +60,7 @@ pub fn with_intact_copies<T>(
     let found: Vec<LocalCopy> =
         sources.iter().filter_map(|source| source.facts().local_copy().cloned()).collect();
     let discard = |copy: &&LocalCopy, remove: bool| {
-        copy.discard.as_ref().is_some_and(|discard| discard(remove, cancel))
+        copy.discard.as_ref().is_some_and(|discard| discard(remove))
     };
     let copies: Vec<&LocalCopy> = found.iter().filter(|copy| discard(copy, sure)).collect();
     if copies.is_empty() {

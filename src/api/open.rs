@@ -47,7 +47,7 @@ impl TensorFile {
 impl Opening<'_> {
     /// Opens a source, whose file begins at `base`.
     pub fn source(&self, source: Arc<dyn ReadAt>, base: u64) -> Result<TensorFile> {
-        with_intact_copies(&|error| suspects_of_open(&source, error), self.cancel, || {
+        with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = FileHead::read(Arc::clone(&source), base, self.cancel)?;
             if shards::recognises(head.bytes()) {
                 ShardIndex::read(head, self)?.open_wanted(self)

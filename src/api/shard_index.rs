@@ -14,8 +14,8 @@ use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, MAX_LEN, ShardMap};
-use crate::io::local::Folder;
-use crate::io::{CachedHead, ReadAt, SourceIdentity};
+use crate::io::local::siblings;
+use crate::io::{CachedHead, OpenSibling, ReadAt, SourceIdentity};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Number of files that are opened concurrently: local files, and files of a server, where each
@@ -28,8 +28,8 @@ const FIRST_OF_ONE: u64 = 64 << 10;
 /// The index of a checkpoint in several files, which are siblings of the index.
 pub struct ShardIndex {
     head: FileHead,
-    /// The folder of the files; None for a file object.
-    folder: Option<Folder>,
+    /// Opens the files; None for a file object.
+    open_sibling: Option<OpenSibling>,
     index: ShardMap,
     /// The number of the file of each tensor that the index names, by the stored form of the
     /// tensor's name.
@@ -75,7 +75,7 @@ impl ShardIndex {
         if source.facts().len.is_none() {
             return Ok(None);
         }
-        with_intact_copies(&|error| suspects_of_open(&source, error), cancel, || {
+        with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = FileHead::read(Arc::clone(&source), base, cancel)?;
             let is_index = shards::recognises(head.bytes());
             is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
@@ -89,11 +89,11 @@ impl ShardIndex {
         let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let indexed_files = indexed_files(&index, uri)?;
         let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
-        let (folder, found) = Folder::examine(&**head.source(), &index.files)?;
+        let (open_sibling, found) = siblings(&**head.source(), &index.files)?;
         let seen = found.into_iter().enumerate();
         let seen = seen.filter_map(|(file, identity)| Some((file, identity?))).collect();
         let seen = ForkSafeMutex::new(seen);
-        Ok(ShardIndex { head, folder, index, indexed_files, seen, cached_head })
+        Ok(ShardIndex { head, open_sibling, index, indexed_files, seen, cached_head })
     }
 
     /// Fails if a file that was opened now is another one than before, for tensors of two versions
@@ -244,8 +244,8 @@ fn open_all(
     let at_once = at_once(&**head.source()).min(files.len());
     workers::map(at_once, files.into_iter().enumerate(), opening.cancel, |file, control| {
         let (number, (file, name)) = file;
-        let source = match &selection.index.folder {
-            Some(folder) => folder.open(name, selection.first, control)?,
+        let source = match &selection.index.open_sibling {
+            Some(open) => open(name, selection.first, control)?,
             None => None,
         };
         let source = source.ok_or_else(|| {
@@ -256,7 +256,7 @@ fn open_all(
         })?;
         selection.index.check_same(file, &*source)?;
         let opening = Opening { cancel: control, ..*opening };
-        with_intact_copies(&|error| suspects_of_open(&source, error), control, || {
+        with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = FileHead::read(Arc::clone(&source), 0, control)?;
             head.part((number, at_once), &opening)
         })

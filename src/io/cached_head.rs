@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// A cached header: the head of a response, and the first bytes of the file. It holds no secrets.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CachedHead {
     /// The address as messages show it: without user, password and signature, and of a query only
     /// the version of an object of S3.
@@ -30,25 +30,5 @@ impl CachedHead {
     }
 }
 
-/// Cached headers by address. Clones share them.
-#[derive(Debug, Clone, Default)]
-pub struct CachedHeads(Arc<HashMap<String, CachedHead>>);
-
-impl CachedHeads {
-    /// The cached header of the file with this address, given as messages show it.
-    pub fn of(&self, display_address: &str) -> Option<&CachedHead> {
-        self.0.get(display_address)
-    }
-
-    /// The addresses of all cached headers.
-    #[cfg(feature = "hf")]
-    pub fn addresses(&self) -> impl Iterator<Item = &str> {
-        self.0.keys().map(String::as_str)
-    }
-}
-
-impl FromIterator<CachedHead> for CachedHeads {
-    fn from_iter<I: IntoIterator<Item = CachedHead>>(heads: I) -> Self {
-        CachedHeads(Arc::new(heads.into_iter().map(|head| (head.uri.clone(), head)).collect()))
-    }
-}
+/// Cached headers, by the addresses of their files as messages show them.
+pub type CachedHeads = Arc<HashMap<String, CachedHead>>;

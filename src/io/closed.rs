@@ -34,12 +34,7 @@ impl ReadAt for ClosedSource {
         Capabilities { request_len: 1 << 20, ..Capabilities::SEQUENTIAL }
     }
 
-    fn read_at(
-        &self,
-        _offset: u64,
-        _buffers: &mut Buffers<'_>,
-        _cancel: &dyn Cancel,
-    ) -> Result<usize> {
+    fn read_at(&self, _: u64, _: &mut Buffers<'_>, _: &dyn Cancel) -> Result<usize> {
         Err(closed_error(&self.0.uri))
     }
 }

@@ -30,19 +30,12 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
             max_readers: usize::MAX,
             initial_readers: crate::cpu_count(),
             max_auto_readers: crate::cpu_count(),
-            request_len: 8 << 20,
-            merge_gap: 0,
-            reader_memory: 0,
+            ..Capabilities::SEQUENTIAL
         }
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        _cancel: &dyn Cancel,
-    ) -> Result<usize> {
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, _cancel: &dyn Cancel) -> Result<usize> {
         // After the end there are no bytes.
-        Ok(buffers.fill_from(self.bytes.as_ref().get(to_usize(offset)..).unwrap_or(&[])))
+        Ok(into.fill_from(self.bytes.as_ref().get(to_usize(offset)..).unwrap_or(&[])))
     }
 }

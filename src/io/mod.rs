@@ -9,12 +9,12 @@
 //! transport                               clients, sending, retries, TLS, redirects
 //! read_at, write_at, stream, ...          the interfaces, which know none of the above
 //! ```
+#![cfg_attr(
+    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
+    allow(dead_code, unused_imports, unused_variables) // Each kind of address uses a part of the others.
+)]
 
 #[cfg(any(feature = "clouds", feature = "s3"))]
-#[cfg_attr(
-    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
-    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
-)]
 pub(crate) mod auth;
 pub mod cache;
 mod cached_head;
@@ -22,18 +22,10 @@ mod closed;
 #[cfg(feature = "hf")]
 mod hf;
 #[cfg(feature = "http")]
-#[cfg_attr(
-    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
-    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
-)]
 pub(crate) mod http;
 pub mod local;
 mod memory;
 #[cfg(any(feature = "clouds", feature = "s3"))]
-#[cfg_attr(
-    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
-    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
-)]
 pub mod object;
 mod options;
 mod prefixed;
@@ -43,12 +35,7 @@ mod redis;
 mod save_order;
 mod stream;
 #[cfg(any(feature = "http", feature = "redis"))]
-#[cfg_attr(
-    not(all(feature = "clouds", feature = "hf", feature = "redis", feature = "s3")),
-    allow(dead_code, unused_imports) // Each kind of address uses a part of it.
-)]
 pub mod transport;
-#[cfg_attr(not(feature = "http"), allow(unused_imports))]
 pub mod uri;
 mod write_at;
 

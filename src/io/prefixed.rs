@@ -31,16 +31,11 @@ impl ReadAt for PrefixedSource {
         self.source.capabilities()
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
         let here = offset.checked_sub(self.base).map(to_usize);
         match here.and_then(|at| self.prefix.get(at..)).filter(|here| !here.is_empty()) {
-            Some(here) => Ok(buffers.fill_from(here)),
-            None => self.source.read_at(offset, buffers, cancel),
+            Some(here) => Ok(into.fill_from(here)),
+            None => self.source.read_at(offset, into, cancel),
         }
     }
 }

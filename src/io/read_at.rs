@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::io;
+use std::mem::discriminant;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::CachedHead;
 use crate::cancel::Cancel;
@@ -113,22 +114,8 @@ pub struct ServerFile {
 /// See [`ServerFile::will_read`].
 pub type AnnounceRead = Arc<dyn Fn(u64) -> Option<WantedRead> + Send + Sync>;
 
-/// A call that reads so much of a file that a cache keeps it. Counted as long as this lives.
-pub struct WantedRead(Arc<AtomicUsize>);
-
-impl WantedRead {
-    /// Counts a call.
-    pub fn new(calls: &Arc<AtomicUsize>) -> Self {
-        calls.fetch_add(1, Ordering::Relaxed);
-        WantedRead(Arc::clone(calls))
-    }
-}
-
-impl Drop for WantedRead {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
+/// Marks a call that reads so much of a file that a cache keeps it, as long as it lives.
+pub type WantedRead = Arc<()>;
 
 /// See [`ServerFile::fallback`].
 pub type Fallback = Arc<ForkSafeMutex<Option<String>>>;
@@ -153,7 +140,7 @@ pub struct LocalCopy {
 }
 
 /// See [`LocalCopy::discard`].
-pub type DiscardCopy = Arc<dyn Fn(bool, &dyn Cancel) -> bool + Send + Sync>;
+pub type DiscardCopy = Arc<dyn Fn(bool) -> bool + Send + Sync>;
 
 /// The properties of a source that matter to a plan.
 #[derive(Debug, Clone, Copy)]
@@ -234,18 +221,13 @@ impl SourceIdentity {
     /// Fails if `found`, the identity of the file that has this name now, is another one. A server's
     /// file and a local copy of it are not compared.
     pub fn check(&self, found: &Self, uri: &str) -> Result<()> {
-        let alike = matches!(
-            (self, found),
-            (SourceIdentity::Local(_), SourceIdentity::Local(_))
-                | (SourceIdentity::Tag(_), SourceIdentity::Tag(_))
-        );
-        if self == found || !alike {
+        if self == found || discriminant(self) != discriminant(found) {
             return Ok(());
         }
         let what = format!(
             "it is another file than the one that was found first: expected {self}, found {found}"
         );
-        Err(Error::io("opening", uri, io::Error::new(io::ErrorKind::InvalidData, what)))
+        Err(Error::failed("opening", uri, io::ErrorKind::InvalidData, what))
     }
 }
 
@@ -269,8 +251,7 @@ pub trait ReadAt: Send + Sync {
     /// Reads some bytes at `offset` into the buffers in order, and returns how many; 0 only at the
     /// end of the source. Where the number of readers adapts to it, [`Buffers::arrived`] is called
     /// as bytes arrive.
-    fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
-    -> Result<usize>;
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize>;
 
     /// The open file, if the source is a local regular file that can be mapped. The descriptor of a
     /// shard may be closed when the returned value is dropped.

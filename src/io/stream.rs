@@ -46,16 +46,11 @@ pub struct StreamSource<S> {
 impl<S: Stream> StreamSource<S> {
     /// `uri`: its name in messages. Position 0 is the stream's next byte.
     pub fn new(stream: S, uri: impl Into<String>) -> Self {
-        Self::new_at(stream, uri, 0)
+        Self::with_facts(stream, 0, Facts { uri: uri.into(), ..Facts::default() })
     }
 
-    /// The same for a stream whose next byte is at another position.
-    pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
-        Self::with_facts(stream, position, Facts { uri: uri.into(), ..Facts::default() })
-    }
-
-    /// The same for a stream with other facts.
-    pub(super) fn with_facts(stream: S, position: u64, facts: Facts) -> Self {
+    /// The same for a stream with these facts, whose next byte is at this position.
+    pub fn with_facts(stream: S, position: u64, facts: Facts) -> Self {
         let owner = OwnerProcess::current();
         StreamSource { stream: Mutex::new((stream, position)), owner, facts }
     }
@@ -73,14 +68,6 @@ impl<S: Stream> StreamSource<S> {
             ))
         })
     }
-
-    fn read_error(&self, error: io::Error) -> Error {
-        // A cancelled call is passed through the stream as an error.
-        match error.downcast::<Error>() {
-            Ok(error) => error,
-            Err(error) => Error::io("reading", &self.facts.uri, error),
-        }
-    }
 }
 
 impl<S: Stream> ReadAt for StreamSource<S> {
@@ -92,31 +79,29 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         Capabilities { reader_memory: CONNECTION, ..Capabilities::SEQUENTIAL }
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
+        // A cancelled call is passed through the stream as an error.
+        let failed = |error: io::Error| match error.downcast::<Error>() {
+            Ok(error) => error,
+            Err(error) => Error::io("reading", &self.facts.uri, error),
+        };
         let mut guard = self.lock(cancel)?;
         let (stream, position) = &mut *guard;
-        let mut gap = offset.checked_sub(*position).ok_or_else(|| {
-            Error::Unsupported(format!(
+        if offset < *position {
+            return Err(Error::Unsupported(format!(
                 "`{}` can only be read front to back: byte {offset} was passed at byte {position}",
                 self.facts.uri
-            ))
-        })?;
-        let mut unwanted = vec![0; STEP.min(to_usize(gap))];
-        while gap > 0 {
-            let len = unwanted.len().min(to_usize(gap));
-            let step = unwanted.get_mut(..len).unwrap_or(&mut []);
-            let read = stream.read_next(&mut Buffers::from_slice(step), cancel);
-            match read.map_err(|e| self.read_error(e))? {
+            )));
+        }
+        while *position < offset {
+            let mut unwanted = vec![0; STEP.min(to_usize(offset - *position))];
+            let read = stream.read_next(&mut Buffers::from_slice(&mut unwanted), cancel);
+            match read.map_err(failed)? {
                 0 => return Ok(0),
-                read => (gap, *position) = (gap - read as u64, *position + read as u64),
+                read => *position += read as u64,
             }
         }
-        let read = stream.read_next(buffers, cancel).map_err(|e| self.read_error(e))?;
+        let read = stream.read_next(into, cancel).map_err(failed)?;
         *position += read as u64;
         Ok(read)
     }

@@ -10,13 +10,14 @@ use std::os::unix::fs::MetadataExt as _;
 
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
-/// Device and inode numbers of a file.
-type DeviceAndInode = (u64, u64);
+/// Device and inode numbers.
+pub type DeviceAndInode = (u64, u64);
 
 /// The number of mappings of each file.
 static MAPPED: ForkSafeMutex<Option<HashMap<DeviceAndInode, usize>>> = ForkSafeMutex::new(None);
 
-fn identity(file: &File) -> io::Result<DeviceAndInode> {
+/// The device and inode numbers of a file.
+pub fn identity(file: &File) -> io::Result<DeviceAndInode> {
     let metadata = file.metadata()?;
     Ok((metadata.dev(), metadata.ino()))
 }

@@ -24,7 +24,7 @@ pub fn run(shared: &IteratorState, streams: Option<&Streams>) -> Result<()> {
     let cancel = || if window.is_closed() { Err(Error::Cancelled) } else { Ok(()) };
     let verify = file.verify_hub_checksums(&shared.options, &cancel)?;
     let options = LoadOptions { verify, ..shared.options };
-    let done = file.with_intact_copies(&cancel, || {
+    let done = file.with_intact_copies(|| {
         let selection = Selection::new(file, &shared.numbers)?;
         try_key(&selection, &cancel)?;
         let reads = Reads::new(&selection, &options)?;

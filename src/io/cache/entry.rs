@@ -6,8 +6,7 @@
 //! complete and was synced.
 
 use std::fs::{self, File, Metadata, OpenOptions};
-use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
-use std::io::{self, IoSlice};
+use std::io::{self, ErrorKind::NotFound, IoSlice};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -16,8 +15,8 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use super::cached_file::CachedFile;
 use crate::io::ReadAt;
+use crate::io::local::{open_no_follow, remove_if_at};
 use crate::mem::DISK_BLOCK;
 use crate::sys;
 
@@ -35,6 +34,20 @@ const DESCRIPTION_LEN: usize = 4 * DISK_BLOCK - RECORD_LEN;
 /// Maximum size of a file; sums of such sizes do not overflow.
 const MAX_LEN: u64 = 1 << 60;
 const FORMAT: u32 = 2;
+
+/// A file as `tensorizer cache ls` shows it.
+#[derive(Debug, Clone)]
+pub struct CachedFile {
+    /// The address, without secrets.
+    pub uri: String,
+    /// Bytes of the file.
+    pub len: u64,
+    /// Bytes that are present.
+    pub present: u64,
+    /// Time of its last use.
+    pub used: SystemTime,
+    pub(super) path: PathBuf,
+}
 
 /// A version of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -90,9 +103,9 @@ fn boot() -> String {
 
 /// An open entry, which is not removed meanwhile.
 pub struct CacheEntry {
-    file: File,
+    pub file: File,
     path: PathBuf,
-    version: FileVersion,
+    pub version: FileVersion,
 }
 
 impl CacheEntry {
@@ -156,14 +169,6 @@ impl CacheEntry {
         })
     }
 
-    pub fn file(&self) -> &File {
-        &self.file
-    }
-
-    pub fn version(&self) -> &FileVersion {
-        &self.version
-    }
-
     /// True if all of it has arrived.
     pub fn is_complete(&self) -> bool {
         self.arrived() == self.version.len
@@ -206,17 +211,16 @@ impl CacheEntry {
     fn sync(&self) {
         let Ok(file) = self.file.try_clone() else { return };
         let (path, version) = (self.path.clone(), self.version.clone());
-        let record = |file: &File, version: &FileVersion| {
-            let used = file.metadata()?.modified()?;
-            write_record(file, version, version.len, true)?;
-            // This was no use.
-            file.set_modified(used)
-        };
         let sync = move || match file.sync_data() {
-            Err(_) => remove_if_same(&file, &path),
+            Err(_) => drop(remove_if_at(&file, &path)),
             // Without the record, which a file that is open for reading cannot get, the entry is
             // not used after the next start of the machine.
-            Ok(()) => drop(record(&file, &version)),
+            Ok(()) => {
+                let used = file.metadata().and_then(|found| found.modified());
+                let _ = write_record(&file, &version, version.len, true);
+                // This was no use.
+                let _ = used.and_then(|used| file.set_modified(used));
+            }
         };
         // Without a thread, it stays unsynced too.
         drop(thread::Builder::new().name("tensorizer-cache".to_owned()).spawn(sync));
@@ -224,21 +228,8 @@ impl CacheEntry {
 
     /// Removes it, unless there is another one of its name. Its readers go on with the removed file.
     pub fn remove(&self) {
-        remove_if_same(&self.file, &self.path);
-    }
-}
-
-/// True if an open file is the one at a path.
-fn is_at(file: &File, path: &Path) -> bool {
-    let id = |about: Metadata| (about.dev(), about.ino());
-    let there = fs::symlink_metadata(path).map(id);
-    there.is_ok_and(|there| file.metadata().is_ok_and(|own| id(own) == there))
-}
-
-fn remove_if_same(file: &File, path: &Path) {
-    if is_at(file, path) {
         // If this fails, the next opening finds it again.
-        let _ = fs::remove_file(path);
+        let _ = remove_if_at(&self.file, &self.path);
     }
 }
 
@@ -253,24 +244,8 @@ pub fn remove(path: &Path) -> io::Result<bool> {
         return Ok(false);
     }
     // Another process may have removed it, and there may be a new one.
-    if is_at(&file, path) {
-        fs::remove_file(path)?;
-    }
+    remove_if_at(&file, path)?;
     Ok(true)
-}
-
-/// Opens a file of the folder; follows no link, and does not wait for a pipe. A file that cannot be
-/// written is opened for reading.
-fn open_no_follow(path: &Path) -> io::Result<File> {
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let mut options = OpenOptions::new();
-    let opened = options.read(true).write(true).custom_flags(flags).open(path);
-    match opened {
-        Err(e) if matches!(e.kind(), PermissionDenied | ReadOnlyFilesystem) => {
-            options.write(false).open(path)
-        }
-        opened => opened,
-    }
 }
 
 fn write_description(file: &File, version: &FileVersion, uri: &str) -> io::Result<()> {

@@ -26,9 +26,8 @@ pub struct FillingEntry {
     pub entry: CacheEntry,
     /// Locked by threads of the process that made it alone: a forked child may inherit it locked.
     fill: Mutex<Fill>,
-    /// Notified when bytes of this process's threads have arrived, or when they end. Locked as
-    /// `fill`.
-    arrival: (Mutex<()>, Condvar),
+    /// Notified when bytes of this process's threads have arrived, or when they end.
+    arrival: Condvar,
 }
 
 /// Its bytes that have arrived, and those that are being fetched.
@@ -102,19 +101,18 @@ pub struct Segment<'e> {
 
 impl FillingEntry {
     pub fn new(entry: CacheEntry) -> Self {
-        FillingEntry { entry, fill: Mutex::default(), arrival: Default::default() }
+        FillingEntry { entry, fill: Mutex::default(), arrival: Condvar::new() }
     }
 
     /// True if threads of this process are fetching all of these bytes that have not arrived.
     pub fn is_fetching(&self, wanted: &Range<u64>) -> bool {
         let fill = unpoisoned(self.fill.lock());
-        fill.fetching > 0 && fill.next(self.entry.version().len).start >= wanted.end
+        fill.fetching > 0 && fill.next(self.entry.version.len).start >= wanted.end
     }
 
     /// Waits until a thread of this process has fetched more, at most for this time.
     pub fn wait(&self, time: Duration) {
-        let (lock, arrival) = &self.arrival;
-        drop(unpoisoned(arrival.wait_timeout(unpoisoned(lock.lock()), time)));
+        drop(unpoisoned(self.arrival.wait_timeout(unpoisoned(self.fill.lock()), time)));
     }
 
     /// The number of bytes that have arrived, from the first on.
@@ -125,7 +123,7 @@ impl FillingEntry {
 
     /// Takes over what other processes have fetched; none does while this one holds the lock.
     fn update(&self, fill: &mut Fill) -> u64 {
-        if fill.fetching == 0 && fill.arrived < self.entry.version().len {
+        if fill.fetching == 0 && fill.arrived < self.entry.version.len {
             fill.arrived = fill.arrived.max(self.entry.arrived());
         }
         fill.arrived
@@ -135,21 +133,21 @@ impl FillingEntry {
     pub fn claim(&self, wanted: &Range<u64>, room: usize) -> io::Result<Claim<'_>> {
         let mut fill = unpoisoned(self.fill.lock());
         if fill.fetching == 0 {
-            if !sys::try_lock_fetch(self.entry.file())? {
+            if !sys::try_lock_fetch(&self.entry.file)? {
                 return Ok(Claim::OtherProcess);
             }
             // Another process may have fetched more, and fetches again what was not counted.
             self.update(&mut fill);
             fill.segments.clear();
         }
-        let next = fill.next(self.entry.version().len);
+        let next = fill.next(self.entry.version.len);
         if next.start > wanted.start {
             if fill.fetching == 0 {
-                sys::unlock_fetch(self.entry.file());
+                sys::unlock_fetch(&self.entry.file);
             }
             return Ok(Claim::Wait);
         }
-        let range = next.start..segment_end(&next, wanted, room as u64, self.entry.version().len);
+        let range = next.start..segment_end(&next, wanted, room as u64, self.entry.version.len);
         fill.segments.insert(range.start, (range.start, range.end));
         fill.fetching += 1;
         let written = Mutex::new((0, Instant::now()));
@@ -180,7 +178,7 @@ impl Segment<'_> {
         let mut fill = unpoisoned(self.entry.fill.lock());
         if fill.written(self.range.start, self.range.start + count as u64) {
             self.entry.entry.set_arrived(fill.arrived)?;
-            self.entry.arrival.1.notify_all();
+            self.entry.arrival.notify_all();
         }
         Ok(())
     }
@@ -192,9 +190,9 @@ impl Drop for Segment<'_> {
         let mut fill = unpoisoned(self.entry.fill.lock());
         fill.end(self.range.start);
         if fill.fetching == 0 {
-            sys::unlock_fetch(self.entry.entry.file());
+            sys::unlock_fetch(&self.entry.entry.file);
         }
         drop(fill);
-        self.entry.arrival.1.notify_all();
+        self.entry.arrival.notify_all();
     }
 }

@@ -7,8 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::cached_file::CachedFile;
-use super::entry::{self, CacheEntry, ENDING, FileVersion, remove};
+use super::entry::{self, CacheEntry, CachedFile, ENDING, FileVersion, remove};
 use crate::cancel::{self, Cancel};
 use crate::environment::{CACHE, CACHE_GB};
 use crate::error::{Error, Result};
@@ -62,8 +61,8 @@ impl Cache {
     pub fn latest(&self, name: &str) -> Option<CacheEntry> {
         let is_usable = self.check_folder().is_ok();
         let found = CacheEntry::open(&self.path(name)).ok()??;
-        let has_head = found.arrived() >= MIN_HEAD.min(found.version().len);
-        let is_same = found.version().name == name;
+        let has_head = found.arrived() >= MIN_HEAD.min(found.version.len);
+        let is_same = found.version.name == name;
         (has_head && is_same && (is_usable || self.is_readable(&found))).then_some(found)
     }
 
@@ -73,7 +72,7 @@ impl Cache {
         let is_protected = |found: Metadata| found.mode() & libc::S_IWOTH == 0;
         entry.is_complete()
             && fs::metadata(&*self.folder).is_ok_and(is_protected)
-            && entry.file().metadata().is_ok_and(is_protected)
+            && entry.file.metadata().is_ok_and(is_protected)
     }
 
     pub(super) fn path(&self, name: &str) -> PathBuf {
@@ -111,7 +110,7 @@ impl Cache {
         let path = self.path(&version.name);
         for _ in 0..MAX_ATTEMPTS {
             match CacheEntry::open(&path) {
-                Ok(Some(entry)) if entry.version() == version => {
+                Ok(Some(entry)) if entry.version == *version => {
                     entry.mark_used();
                     return Ok(entry);
                 }
@@ -124,7 +123,7 @@ impl Cache {
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    self.create_entry(version, uri, cancel)?;
+                    self.create(version, uri, cancel)?;
                 }
                 Err(e) => return Err(e),
             }
@@ -133,12 +132,7 @@ impl Cache {
     }
 
     /// Creates an entry, unless another process just has.
-    fn create_entry(
-        &self,
-        version: &FileVersion,
-        uri: &str,
-        cancel: &dyn Cancel,
-    ) -> io::Result<()> {
+    fn create(&self, version: &FileVersion, uri: &str, cancel: &dyn Cancel) -> io::Result<()> {
         let folder = File::open(&*self.folder)?;
         // One process at a time, or several would count on the same free space; the wait is
         // bounded.
@@ -197,43 +191,38 @@ impl Cache {
         Ok(excess == 0)
     }
 
-    /// All entries, the least recently used first.
+    /// All entries, the least recently used first; none if there is no such folder.
     fn list(&self) -> io::Result<Vec<CachedFile>> {
-        let files = fs::read_dir(&*self.folder)?.map(|file| Ok(file?.path()));
-        let paths: Vec<PathBuf> = files.collect::<io::Result<_>>()?;
-        let is_entry = |path: &&PathBuf| path.extension().is_some_and(|ending| ending == ENDING);
-        let entries = paths.iter().filter(is_entry).filter_map(|path| CacheEntry::describe(path));
-        let mut found: Vec<CachedFile> = entries.collect();
+        let mut found = Vec::new();
+        let files = match fs::read_dir(&*self.folder) {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(found),
+            files => files?,
+        };
+        for file in files {
+            let path = file?.path();
+            if path.extension().is_some_and(|ending| ending == ENDING) {
+                found.extend(CacheEntry::describe(&path));
+            }
+        }
         found.sort_by_key(|cached| cached.used);
         Ok(found)
     }
 
-    /// All entries, the least recently used first; none if there is no such folder.
+    /// The same for a report.
     pub fn entries(&self) -> Result<Vec<CachedFile>> {
-        match self.list() {
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-            found => found.map_err(|e| self.error(e)),
-        }
+        self.list().map_err(|e| self.error(e))
     }
 
     /// Removes all entries that are not in use, and returns them.
     pub fn clear(&self) -> Result<Vec<CachedFile>> {
         let mut removed = self.entries()?;
         let mut failed = None;
-        removed.retain(|cached| match remove(&cached.path) {
-            Ok(is_gone) => is_gone,
-            Err(e) => {
-                failed = Some(e);
-                false
-            }
+        removed.retain(|cached| {
+            let is_gone = remove(&cached.path).map_err(|e| failed = Some(e));
+            is_gone.unwrap_or(false)
         });
         failed.map_or(Ok(removed), |e| Err(self.error(e)))
     }
-}
-
-/// True for the errors of a full disk, which end no load.
-pub fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
 }
 
 /// Pauses. A cancelled call is an interruption here; the caller checks for its error.

@@ -4,15 +4,14 @@
 //! the server responds without a body if the cached version is still current. `entry.rs` describes
 //! the files of the folder.
 
-mod cached_file;
 mod entry;
 mod fill;
 mod folder;
 mod source;
 
-pub use cached_file::{CachedFile, NOT_CACHED};
-pub use entry::CacheEntry;
+pub use entry::{CacheEntry, CachedFile};
 pub use folder::Cache;
+pub use source::NOT_CACHED;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]

@@ -4,13 +4,11 @@ use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::cached_file::{NOT_CACHED, not_cached};
 use super::entry::{CacheEntry, FileVersion};
 use super::fill::{Claim, FillingEntry, Segment};
-use super::folder::{Cache, is_full};
+use super::folder::Cache;
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
@@ -22,6 +20,8 @@ use crate::sys;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::process::OwnerProcess;
 
+/// The beginning of the reasons why a file is not cached.
+pub const NOT_CACHED: &str = "the cache in ";
 /// Poll interval while another thread or process fetches the bytes.
 const POLL: Duration = Duration::from_millis(10);
 
@@ -39,28 +39,40 @@ impl Cache {
         let usable = self.check_folder();
         let found = latest.or_else(|| CacheEntry::open(&self.path(name)).ok()?);
         let found = found.filter(|found| {
-            *found.version() == version && (usable.is_ok() || self.is_readable(found))
+            found.version == version && (usable.is_ok() || self.is_readable(found))
         });
         found.iter().for_each(CacheEntry::mark_used);
         let why = usable.err().filter(|_| found.is_none());
+        let is_full =
+            |e: &io::Error| matches!(e.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
         // The folder was not usable when the call began, but for a full disk.
         if let Some(e) = why.as_ref().filter(|e| self.is_required && !is_full(e)) {
             let what = format!("{e}: pass a folder of your own in which you may write, or none");
             return Err(self.error(io::Error::new(e.kind(), what)));
         }
-        let why = why.map(|e| format!("{NOT_CACHED}{} cannot be used: {e}", self.folder.display()));
-        let origin = CacheOrigin { server, cache: self.clone(), version, wait_limit };
-        Ok(Arc::new(CachedSource::new(origin, found, why)))
+        let disabled =
+            why.map(|e| format!("{NOT_CACHED}{} cannot be used: {e}", self.folder.display()));
+        let complete = found.as_ref().filter(|entry| entry.is_complete());
+        let local = complete.and_then(|entry| {
+            // A duplicate keeps the entry in use.
+            let file = entry.file.try_clone().ok()?;
+            let uri = server.uri().to_owned();
+            Some(Arc::new(FileSource::from_prefix(file, uri, version.len)))
+        });
+        let entry = found.map(|entry| Arc::new(FillingEntry::new(entry)));
+        let fallback = Arc::new(ForkSafeMutex::new(disabled.clone()));
+        let state = Arc::new(CacheState {
+            server,
+            cache: self.clone(),
+            version,
+            wait_limit,
+            slot: ForkSafeMutex::new(Slot { entry, local, disabled, ..Slot::default() }),
+            fallback,
+            wanting: Arc::default(),
+            owner: OwnerProcess::current(),
+        });
+        Ok(Arc::new(CachedSource { facts: CachedFacts::new(&state), state }))
     }
-}
-
-/// The origin of an entry's bytes.
-struct CacheOrigin {
-    server: Arc<dyn ReadAt>,
-    cache: Cache,
-    version: FileVersion,
-    /// Time limit for another process that fetches the file without progress.
-    wait_limit: Duration,
 }
 
 /// A source of a server with the cache before it.
@@ -79,13 +91,12 @@ struct CachedFacts {
 
 impl CachedFacts {
     fn new(state: &Arc<CacheState>) -> Self {
-        let CacheOrigin { server, cache, version, .. } = &state.origin;
         let (announced, discarded) = (Arc::clone(state), Arc::clone(state));
         let copy = LocalCopy {
-            path: cache.path(&version.name),
-            discard: Some(Arc::new(move |remove, _| discarded.discard(remove))),
+            path: state.cache.path(&state.version.name),
+            discard: Some(Arc::new(move |remove| discarded.discard(remove))),
         };
-        let facts = server.facts().clone();
+        let facts = state.server.facts().clone();
         let server = ServerFile {
             will_read: Some(Arc::new(move |bytes| announced.will_read(bytes))),
             fallback: Arc::clone(&state.fallback),
@@ -101,12 +112,16 @@ impl CachedFacts {
 
 /// The state that the readers of a source share.
 struct CacheState {
-    origin: CacheOrigin,
+    server: Arc<dyn ReadAt>,
+    cache: Cache,
+    version: FileVersion,
+    /// Time limit for another process that fetches the file without progress.
+    wait_limit: Duration,
     slot: ForkSafeMutex<Slot>,
     /// The reason why the cache does not keep the file.
     fallback: Fallback,
-    /// The number of calls under way that want so much of the file that the cache is to keep it.
-    wanting: Arc<AtomicUsize>,
+    /// Shared with each call under way that wants so much of the file that the cache is to keep it.
+    wanting: WantedRead,
     /// The process whose threads fetch; a forked child has none of them.
     owner: OwnerProcess,
 }
@@ -129,27 +144,6 @@ struct Slot {
 }
 
 impl CachedSource {
-    /// Puts the cache before a server. `why` is the reason why the cache does not keep the file.
-    fn new(origin: CacheOrigin, entry: Option<CacheEntry>, why: Option<String>) -> Self {
-        let complete = entry.as_ref().filter(|entry| entry.is_complete()).and_then(|entry| {
-            // A duplicate keeps the entry in use.
-            let file = entry.file().try_clone().ok()?;
-            let uri = origin.server.uri().to_owned();
-            Some(Arc::new(FileSource::from_prefix(file, uri, entry.version().len)))
-        });
-        let entry = entry.map(|entry| Arc::new(FillingEntry::new(entry)));
-        let fallback = Arc::new(ForkSafeMutex::new(why.clone()));
-        let slot = Slot { entry, local: complete, disabled: why, ..Slot::default() };
-        let (slot, owner) = (ForkSafeMutex::new(slot), OwnerProcess::current());
-        let wanting = Arc::default();
-        let state = Arc::new(CacheState { origin, slot, fallback, wanting, owner });
-        CachedSource { facts: CachedFacts::new(&state), state }
-    }
-
-    fn server(&self) -> &dyn ReadAt {
-        &*self.state.origin.server
-    }
-
     fn local(&self) -> Option<Arc<FileSource>> {
         self.state.slot.lock().local.clone()
     }
@@ -170,7 +164,11 @@ impl CacheState {
             let arrived = if is_owner { entry.arrived() } else { entry.entry.arrived() };
             let is_coming = is_owner && arrived < wanted.end && entry.is_fetching(wanted);
             if arrived > wanted.start && !is_coming {
-                match read_cached(&entry.entry, &(wanted.start..wanted.end.min(arrived)), buffers) {
+                match read_cached(
+                    &entry.entry.file,
+                    &(wanted.start..wanted.end.min(arrived)),
+                    buffers,
+                ) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == ErrorKind::Interrupted => {}
                     _ => self.disable(&"cached bytes cannot be read"),
@@ -191,8 +189,8 @@ impl CacheState {
                 Ok(Claim::OtherProcess) if progress.0 < arrived => {
                     progress = (arrived, Instant::now());
                 }
-                Ok(Claim::OtherProcess) if progress.1.elapsed() >= self.origin.wait_limit => {
-                    let limit = self.origin.wait_limit;
+                Ok(Claim::OtherProcess) if progress.1.elapsed() >= self.wait_limit => {
+                    let limit = self.wait_limit;
                     self.disable(&format!(
                         "the process that fetches it stands still for {limit:?}"
                     ));
@@ -208,7 +206,7 @@ impl CacheState {
             cancel::sleep(POLL, cancel)?;
         }
         self.note_passed();
-        self.origin.server.read_at(wanted.start, buffers, cancel)
+        self.server.read_at(wanted.start, buffers, cancel)
     }
 
     /// The entry; None if bytes are read past it. Creates it if a call wants the file.
@@ -219,8 +217,7 @@ impl CacheState {
             return Ok(slot.entry.clone().filter(|_| !is_unused));
         }
         drop(slot);
-        let CacheOrigin { server, cache, version, .. } = &self.origin;
-        let opened = cache.open(version, server.uri(), cancel);
+        let opened = self.cache.open(&self.version, self.server.uri(), cancel);
         cancel.check()?;
         match opened {
             Ok(opened) => Ok(Some(Arc::clone(
@@ -235,10 +232,10 @@ impl CacheState {
 
     /// Neither reads nor writes the entry any more.
     fn disable(&self, why: &dyn std::fmt::Display) {
-        let why = not_cached(&self.origin.cache.folder.display(), self.origin.server.uri(), why);
+        let (folder, uri) = (self.cache.folder.display(), self.server.uri());
+        let why = format!("{NOT_CACHED}{folder} does not keep all of {uri}: {why}");
         let mut slot = self.slot.lock();
-        let why = slot.disabled.get_or_insert(why);
-        *self.fallback.lock() = Some(why.clone());
+        *self.fallback.lock() = Some(slot.disabled.get_or_insert(why).clone());
     }
 
     /// Notes that bytes were read past the cache.
@@ -248,7 +245,7 @@ impl CacheState {
                 format!(
                     "read past the cache, which keeps whole files: the call wants less than half \
                      of {}",
-                    self.origin.server.uri()
+                    self.server.uri()
                 )
             });
         }
@@ -264,7 +261,7 @@ impl CacheState {
             slot.local = None;
         }
         let Some(discarded) = slot.discarded.clone() else { return false };
-        slot.is_kept = !remove || self.origin.cache.check_folder().is_err();
+        slot.is_kept = !remove || self.cache.check_folder().is_err();
         if remove {
             discarded.entry.remove();
         }
@@ -272,7 +269,7 @@ impl CacheState {
     }
 
     fn is_wanted(&self) -> bool {
-        self.wanting.load(Ordering::Relaxed) > 0
+        Arc::strong_count(&self.wanting) > 1
     }
 
     /// See [`ServerFile::will_read`].
@@ -281,8 +278,8 @@ impl CacheState {
         let bytes = bytes.saturating_add(slot.index_len);
         slot.is_announced = true;
         *self.fallback.lock() = slot.disabled.clone();
-        let is_wanted = bytes.saturating_mul(2) >= self.origin.version.len;
-        is_wanted.then(|| WantedRead::new(&self.wanting))
+        let is_wanted = bytes.saturating_mul(2) >= self.version.len;
+        is_wanted.then(|| Arc::clone(&self.wanting))
     }
 
     /// Reads a segment from the server and writes it to the entry. Returns the number of wanted
@@ -305,7 +302,7 @@ impl CacheState {
         };
         let read = |part: &mut Buffers<'_>| {
             let what = || "tensors".to_owned();
-            read_exact_at(&*self.origin.server, start, part, &what, cancel)
+            read_exact_at(&*self.server, start, part, &what, cancel)
         };
         if end > wanted.start {
             let mut before = vec![0; len(&(start..wanted.start))];
@@ -326,13 +323,8 @@ impl CacheState {
 }
 
 /// Reads bytes of an entry. An error, or 0 bytes, means that they cannot be read.
-fn read_cached(
-    entry: &CacheEntry,
-    range: &Range<u64>,
-    buffers: &mut Buffers<'_>,
-) -> io::Result<usize> {
-    let read =
-        |part: &mut Buffers<'_>| sys::read_vectored_at(entry.file(), range.start, part).map(drop);
+fn read_cached(file: &File, range: &Range<u64>, buffers: &mut Buffers<'_>) -> io::Result<usize> {
+    let read = |part: &mut Buffers<'_>| sys::read_vectored_at(file, range.start, part).map(drop);
     let read = buffers.tee(len(range), (&mut [], &mut []), |_, _| {}, read)?;
     buffers.arrived(read as u64);
     Ok(read)
@@ -354,28 +346,23 @@ impl ReadAt for CachedSource {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.local().map_or_else(|| self.server().capabilities(), |local| local.capabilities())
+        self.local().map_or_else(|| self.state.server.capabilities(), |local| local.capabilities())
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
         if let Some(local) = self.local() {
             // Bytes that the disk fails to read come from the server.
-            return match local.read_at(offset, buffers, cancel) {
-                Err(Error::Io { .. }) | Ok(0) => self.server().read_at(offset, buffers, cancel),
+            return match local.read_at(offset, into, cancel) {
+                Err(Error::Io { .. }) | Ok(0) => self.state.server.read_at(offset, into, cancel),
                 read => read,
             };
         }
-        let end = offset.saturating_add(buffers.remaining() as u64);
-        let end = end.min(self.state.origin.version.len);
+        let end = offset.saturating_add(into.remaining() as u64);
+        let end = end.min(self.state.version.len);
         if end <= offset {
             return Ok(0);
         }
-        let read = self.state.read(&(offset..end), buffers, cancel)?;
+        let read = self.state.read(&(offset..end), into, cancel)?;
         let mut slot = self.state.slot.lock();
         if !slot.is_announced {
             slot.index_len = slot.index_len.saturating_add(read as u64);

@@ -29,14 +29,9 @@ impl ReadAt for Server {
         self.memory.capabilities()
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        let read = self.memory.read_at(offset, buffers, cancel)?;
-        buffers.arrived(read as u64);
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
+        let read = self.memory.read_at(offset, into, cancel)?;
+        into.arrived(read as u64);
         self.sent.fetch_add(read as u64, Ordering::Relaxed);
         Ok(read)
     }

@@ -1,7 +1,7 @@
 //! Requests to the hub about files, and its responses.
 
 use std::fs;
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use reqwest::header::{HeaderMap, LOCATION};
@@ -29,7 +29,8 @@ const BAD_TOKEN: &str = "Invalid credentials in Authorization header";
 pub struct Hub {
     endpoint: Url,
     token: Option<String>,
-    options: TransportOptions,
+    /// The options of requests, with the token.
+    pub options: TransportOptions,
 }
 
 /// The response of the hub about a file.
@@ -54,7 +55,7 @@ impl HubResponse {
 
 impl Hub {
     /// The hub that the environment names, with its token.
-    pub fn from_environment(options: TransportOptions) -> Result<Self> {
+    pub fn from_environment(mut options: TransportOptions) -> Result<Self> {
         let named = HF_ENDPOINT.value().unwrap_or(ENDPOINT.into());
         let endpoint = named.to_str().and_then(|text| Url::parse(text).ok());
         let http = |url: &Url| matches!(url.scheme(), "http" | "https") && url.has_host();
@@ -63,7 +64,11 @@ impl Hub {
                 "the environment variable HF_ENDPOINT must be an http:// or https:// address";
             Error::InvalidArgument(what.to_owned())
         })?;
-        Ok(Hub { endpoint, token: token()?, options })
+        let token = token()?;
+        let header =
+            token.iter().map(|token| ("Authorization".to_owned(), format!("Bearer {token}")));
+        options.headers.extend(header);
+        Ok(Hub { endpoint, token, options })
     }
 
     /// The URL of a file.
@@ -76,16 +81,6 @@ impl Hub {
         url
     }
 
-    /// The options of requests, with the token.
-    pub fn options(&self) -> TransportOptions {
-        let mut options = self.options.clone();
-        let token = self.token.iter();
-        options
-            .headers
-            .extend(token.map(|token| ("Authorization".to_owned(), format!("Bearer {token}"))));
-        options
-    }
-
     /// Requests the properties of a file, without its bytes. No response is an error. `has_copy`:
     /// true for short time limits, because a local copy can be used instead.
     pub fn ask(
@@ -94,38 +89,32 @@ impl Hub {
         has_copy: bool,
         cancel: &dyn Cancel,
     ) -> Result<HubResponse> {
-        let mut options = self.options();
+        let mut options = self.options.clone();
         if has_copy {
-            options.total = options.total.min(LIMIT_WITH_COPY);
-            options.connect = options.connect.min(LIMIT_WITH_COPY);
-            options.stall = options.stall.min(LIMIT_WITH_COPY);
+            for limit in [&mut options.total, &mut options.connect, &mut options.stall] {
+                *limit = LIMIT_WITH_COPY.min(*limit);
+            }
         }
         let display_address = address.display_address();
         let (status, headers) =
             http::headers(self.url(address), &display_address, &options, cancel)?;
         let commit = header_text(&headers, "x-repo-commit").filter(|text| is_commit(text));
-        let commit = commit.map(str::to_owned);
         // Any URL of a server may redirect to another host, so a redirect alone proves nothing.
         let is_hub = commit.is_some() || headers.contains_key(LINKED_ETAG);
         let exists = status.is_success() || (status.is_redirection() && is_hub);
         let code = header_text(&headers, "x-error-code").unwrap_or("");
         let missing =
             code == "EntryNotFound" || (code.is_empty() && status == StatusCode::NOT_FOUND);
-        let refusal = (!exists && !missing).then(|| {
-            let (kind, what) = self.refusal(address, status, &headers);
-            Error::io("asking for", &display_address, io::Error::new(kind, what))
-        });
+        let refusal = (!exists && !missing).then(|| self.refusal(address, status, &headers));
         let refuses_token = self.token.is_some()
             && matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
-        Ok(HubResponse { exists, commit, checksum: checksum(&headers), refuses_token, refusal })
+        let (commit, checksum) = (commit.map(str::to_owned), checksum(&headers));
+        Ok(HubResponse { exists, commit, checksum, refuses_token, refusal })
     }
 
-    fn refusal(
-        &self,
-        address: &HubAddress,
-        status: StatusCode,
-        headers: &HeaderMap,
-    ) -> (ErrorKind, String) {
+    fn refusal(&self, address: &HubAddress, status: StatusCode, headers: &HeaderMap) -> Error {
+        let failed =
+            |kind, what| Error::failed("asking for", &address.display_address(), kind, what);
         if status.is_redirection() {
             let to =
                 header_text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
@@ -134,7 +123,7 @@ impl Hub {
                 "the hub redirects to {to}, and the token is not sent to another server: set \
                  HF_ENDPOINT to the final address of the hub"
             );
-            return (ErrorKind::InvalidData, what);
+            return failed(ErrorKind::InvalidData, what);
         }
         let code = header_text(headers, "x-error-code").unwrap_or("");
         let reason = ErrorDocument::read(headers, &[]).without(self.token.as_slice());
@@ -164,9 +153,9 @@ impl Hub {
                 format!("there is no repository `{repo}`, or it is private: {token}")
             }
             (_, StatusCode::FORBIDDEN) => format!("the hub refuses access to `{repo}`: {token}"),
-            _ => return (kind, answer),
+            _ => return failed(kind, answer),
         };
-        (kind, format!("{what}; {answer}"))
+        failed(kind, format!("{what}; {answer}"))
     }
 }
 
@@ -205,17 +194,13 @@ fn checksum(headers: &HeaderMap) -> HubChecksum {
 
 /// The SHA-256 in the `ETag` of a file, if the tag is one.
 pub fn sha256_of_tag(tag: &str) -> HubChecksum {
-    let mut sha256 = [0; 32];
-    let (pairs, rest) = tag.as_bytes().as_chunks::<2>();
-    if pairs.len() != sha256.len() || !rest.is_empty() {
+    let is_hex = tag.len() == 64 && tag.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let half = |digits| u128::from_str_radix(digits, 16).ok().map(u128::to_be_bytes);
+    let halves = tag.split_at_checked(32).filter(|_| is_hex);
+    let Some((Some(high), Some(low))) = halves.map(|(high, low)| (half(high), half(low))) else {
         return HubChecksum::NotSha256;
-    }
-    for (byte, pair) in sha256.iter_mut().zip(pairs) {
-        let hex = std::str::from_utf8(pair).ok().filter(|pair| !pair.starts_with('+'));
-        match hex.and_then(|pair| u8::from_str_radix(pair, 16).ok()) {
-            Some(value) => *byte = value,
-            None => return HubChecksum::NotSha256,
-        }
-    }
+    };
+    let mut sha256 = [0; 32];
+    sha256.copy_from_slice([high, low].as_flattened());
     HubChecksum::Sha256(sha256)
 }

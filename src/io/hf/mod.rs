@@ -5,7 +5,7 @@ mod address;
 mod hub;
 mod local_cache;
 
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::ops::ControlFlow;
 use std::sync::{Arc, OnceLock};
 
@@ -65,14 +65,14 @@ impl Repo {
         } else {
             self.commit_of_cached_heads(wanted)
         };
-        if let Some(found) = self.find_without_request(commit.as_deref(), &candidates) {
+        if let Some(found) = self.find_cached(commit.as_deref(), &candidates) {
             return Ok(found);
         }
         if self.offline {
             return Err(self.not_cached(wanted));
         }
         let cached_commit = self.local.commit(wanted).filter(|_| commit.is_none());
-        let copy = self.find_without_request(cached_commit.as_deref(), &candidates);
+        let copy = self.find_cached(cached_commit.as_deref(), &candidates);
         for candidate in &candidates {
             let address =
                 commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at_commit(c));
@@ -83,7 +83,7 @@ impl Repo {
             };
             if commit.is_none() && response.commit.is_some() {
                 commit = response.commit;
-                if let Some(found) = self.find_without_request(commit.as_deref(), &candidates) {
+                if let Some(found) = self.find_cached(commit.as_deref(), &candidates) {
                     return Ok(found);
                 }
             }
@@ -92,8 +92,8 @@ impl Repo {
                 None if response.exists => {
                     let what = "the server's response has no X-Repo-Commit header, so it is not a \
                                 Hugging Face hub: check HF_ENDPOINT";
-                    let error = io::Error::new(ErrorKind::InvalidData, what);
-                    return Err(Error::io("asking for", &address.display_address(), error));
+                    let (uri, kind) = (address.display_address(), ErrorKind::InvalidData);
+                    return Err(Error::failed("asking for", &uri, kind, what));
                 }
                 _ => {}
             }
@@ -106,11 +106,7 @@ impl Repo {
                 wanted.path
             ),
         };
-        Err(Error::io(
-            "opening",
-            &wanted.display_address(),
-            io::Error::new(ErrorKind::NotFound, what),
-        ))
+        Err(Error::failed("opening", &wanted.display_address(), ErrorKind::NotFound, what))
     }
 
     /// Asks the hub about a file; or ends with the copy, if the hub cannot be reached, or refuses the
@@ -136,38 +132,27 @@ impl Repo {
 
     /// The commit at which another process has opened the repository for this one.
     fn commit_of_cached_heads(&self, wanted: &HubAddress) -> Option<String> {
-        let addresses = self
-            .options
-            .cached_heads
-            .addresses()
-            .filter_map(|address| HubAddress::parse(address).ok());
-        let mut same =
-            addresses.filter(|address| address.repo == wanted.repo && address.is_pinned());
-        same.next().map(|address| address.revision)
+        let addresses = self.options.cached_heads.keys();
+        addresses.filter_map(|address| HubAddress::parse(address).ok()).find_map(|address| {
+            let is_same = address.repo == wanted.repo && address.is_pinned();
+            is_same.then_some(address.revision)
+        })
     }
 
     /// The first file of a commit that can be opened without a request.
-    fn find_without_request(
-        &self,
-        commit: Option<&str>,
-        candidates: &[HubAddress],
-    ) -> Option<HubAddress> {
+    fn find_cached(&self, commit: Option<&str>, candidates: &[HubAddress]) -> Option<HubAddress> {
         let addresses = candidates.iter().map(|address| Some(address.at_commit(commit?)));
         let addresses: Vec<HubAddress> = addresses.collect::<Option<_>>()?;
         let has_cached_head = |address: &&HubAddress| {
-            self.options.cached_heads.of(&address.display_address()).is_some()
+            self.options.cached_heads.contains_key(&address.display_address())
         };
-        let is_downloaded = |address: &&HubAddress| self.local.file(address).is_some();
-        addresses
-            .iter()
-            .find(has_cached_head)
-            .or_else(|| addresses.iter().find(is_downloaded))
-            .cloned()
+        let downloaded = || addresses.iter().find(|address| self.local.file(address).is_some());
+        addresses.iter().find(has_cached_head).or_else(downloaded).cloned()
     }
 
     fn not_cached(&self, wanted: &HubAddress) -> Error {
         let what = "HF_HUB_OFFLINE is set, and it is not in the cache of Hugging Face's client";
-        Error::io("opening", &wanted.display_address(), io::Error::new(ErrorKind::NotFound, what))
+        Error::failed("opening", &wanted.display_address(), ErrorKind::NotFound, what)
     }
 
     /// Opens a file of a commit.
@@ -181,15 +166,10 @@ impl Repo {
         if let Some(path) = self.local.file(address) {
             let file = crate::sys::open_nonblocking(&path);
             let file = file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
+            let source = FileSource::new(file, uri.clone())?;
             // It names the commit and has no validators, because no server was contacted.
-            let head = CachedHead {
-                uri: uri.clone(),
-                len: file.metadata().map_err(|e| Error::io("examining", &uri, e))?.len(),
-                tag: None,
-                modified: None,
-                headers: Vec::new(),
-                first: Arc::default(),
-            };
+            let len = source.facts().len.unwrap_or(0);
+            let head = CachedHead { uri, len, ..CachedHead::default() };
             let path = path.canonicalize().unwrap_or(path);
             let server = ServerFile {
                 head: Some(head),
@@ -197,13 +177,13 @@ impl Repo {
                 fallback: Arc::clone(&self.fallback),
                 ..self.hub_file(address, true)
             };
-            return Ok(Arc::new(FileSource::of_server(file, uri, server)?));
+            return Ok(Arc::new(source.of_server(server)));
         }
         if self.offline {
             return Err(self.not_cached(address));
         }
         let hub = self.hub()?;
-        let options = OpenOptions { transport: hub.options(), first, ..self.options.clone() };
+        let options = OpenOptions { transport: hub.options.clone(), first, ..self.options.clone() };
         let hub_file = Some(self.hub_file(address, false));
         http::open_as(hub.url(address), uri, hub_file, &options, cancel)
     }

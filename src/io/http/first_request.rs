@@ -93,8 +93,8 @@ struct FirstRequest<'r> {
 impl FirstRequest<'_> {
     async fn head(&self, client: &Client, budget: &RetryBudget<'_>) -> Result<Head, Failure> {
         let range = self.range;
-        let entry = self.entry.filter(|_| self.is_conditional.get()).map(CacheEntry::version);
-        let if_none_match = entry.map(|copy| &*copy.tag);
+        let entry = self.entry.filter(|_| self.is_conditional.get());
+        let if_none_match = entry.map(|entry| &*entry.version.tag);
         let range_request = RangeRequest { if_none_match, ..RangeRequest::range(range) };
         let begun = clock::now();
         let (moved, response) = self.url.request(client, None, range_request).await?;
@@ -114,7 +114,8 @@ impl FirstRequest<'_> {
         };
         let mut bytes = Vec::new();
         if status == StatusCode::NOT_MODIFIED {
-            let confirmed = first.confirm_copy(entry.map(|copy| (copy.len, &*copy.tag)));
+            let confirmed =
+                first.confirm_copy(entry.map(|entry| (entry.version.len, &*entry.version.tag)));
             self.is_conditional.set(confirmed.is_ok());
             confirmed?;
         } else if first.has_ranges && first.validators.len != Some(0) {

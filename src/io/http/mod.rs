@@ -88,7 +88,7 @@ fn open_with_clients(
     let cache = options.cache.clone().filter(|_| options.transport.trust != Trust::Anything);
     let cache = cache.zip(url.cache_key());
     // Files may share a display address, so later responses must prove which file it is.
-    let cached = options.cached_heads.of(&uri);
+    let cached = options.cached_heads.get(&uri);
     let cached = cached.filter(|head| head.tag.is_some() || head.modified.is_some());
     let mut entry = None;
     let found = match cached {

@@ -13,7 +13,8 @@ const ACL: &std::ffi::CStr = c"system.posix_acl_access";
 
 /// The metadata of a file that will be replaced.
 pub(super) struct FileMetadata {
-    owner: (u32, u32),
+    /// The user and the group.
+    pub(super) owner: (u32, u32),
     mode: u32,
     /// The access control list; an error if it cannot be read.
     acl: io::Result<Option<Vec<u8>>>,
@@ -41,11 +42,6 @@ impl FileMetadata {
             acl: sys::attribute(file, ACL),
             attributes,
         })
-    }
-
-    /// The user that owns the file.
-    pub(super) fn user(&self) -> u32 {
-        self.owner.0
     }
 
     /// Gives a file that only its owner can open this owner, group, access control list, labels,

@@ -92,7 +92,7 @@ impl DirectReader {
         let Some(ring) = ring else {
             for planned in plan {
                 let to = match planned.destination {
-                    Some(at) => at.0,
+                    Some(at) => at,
                     None => part(memory, 0, planned.len)?.as_mut_ptr(),
                 };
                 // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and
@@ -118,7 +118,7 @@ impl DirectReader {
                 reads.begin(&self.file, memory, next)?;
             }
             reads.wait()?;
-            while let Some(result) = reads.result(done)
+            while let Some(result) = reads.results.get_mut(done % DEPTH).and_then(Option::take)
                 && let Some(planned) = plan.get(done)
             {
                 let read = usize::try_from(result)
@@ -127,10 +127,9 @@ impl DirectReader {
                 let got = planned.record(block, read, into);
                 filled += got;
                 if got < planned.wanted {
-                    // The end of the file, or a read that was cut short. A ring that is reused must
-                    // contain no unsubmitted reads.
-                    reads.submit_all()?;
-                    return Ok(filled);
+                    // The end of the file, or a read that was cut short. A ring that has reads that
+                    // were not submitted is not used again: plain reads continue.
+                    return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
                 }
                 done += 1;
             }
@@ -180,7 +179,7 @@ impl InFlightReads<'_> {
         // Counted as begun in any case, so that it is counted as ended when this is dropped.
         self.begun += 1;
         let block = match planned.destination {
-            Some(at) => at.0,
+            Some(at) => at,
             None => part(memory, number % DEPTH * READ_LEN, planned.len)?.as_mut_ptr(),
         };
         let len = u32::try_from(planned.len).map_err(io::Error::other)?;
@@ -194,30 +193,9 @@ impl InFlightReads<'_> {
         unsafe { self.ring.submission().push(&read) }.map_err(io::Error::other)
     }
 
-    fn submit_all(&mut self) -> io::Result<()> {
-        while self.submitted < self.begun {
-            match self.ring.submit() {
-                Ok(0) => return Err(io::Error::other("io_uring accepted no reads")),
-                Ok(submitted) => self.submitted += submitted,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
+    /// Submits what was begun, waits for a read, and collects the reads that have ended.
     fn wait(&mut self) -> io::Result<()> {
-        match self.ring.submit_and_wait(1) {
-            Ok(submitted) => self.submitted += submitted,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-        self.collect_completed();
-        Ok(())
-    }
-
-    /// Collects the reads that have ended.
-    fn collect_completed(&mut self) {
+        let outcome = self.ring.submit_and_wait(1);
         let before = self.ended;
         for entry in self.ring.completion() {
             let slot = to_usize(entry.user_data()) % DEPTH;
@@ -227,10 +205,12 @@ impl InFlightReads<'_> {
             self.ended += 1;
         }
         self.in_flight.release(self.ended - before);
-    }
-
-    fn result(&mut self, number: usize) -> Option<i32> {
-        self.results.get_mut(number % DEPTH)?.take()
+        match outcome {
+            Ok(submitted) => self.submitted += submitted,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
     }
 }
 
@@ -239,11 +219,9 @@ impl Drop for InFlightReads<'_> {
         // Reads that were never submitted end with the ring, which is not used again after an
         // error.
         while self.ended < self.submitted {
-            match self.ring.submit_and_wait(1) {
-                Ok(submitted) => self.submitted += submitted,
-                Err(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
+            if self.wait().is_err() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
             }
-            self.collect_completed();
         }
         self.in_flight.release(self.begun - self.ended);
     }
@@ -258,13 +236,8 @@ impl ReadAt for DirectReader {
         self.capabilities
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        _cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        let wanted = buffers.remaining();
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, _cancel: &dyn Cancel) -> Result<usize> {
+        let wanted = into.remaining();
         let remaining_in_file = self.facts.len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(to_usize(remaining_in_file));
         if wanted == 0 {
@@ -272,23 +245,24 @@ impl ReadAt for DirectReader {
         }
         let mut state = unpoisoned(self.state.lock());
         let read = loop {
-            let (ring, remaining) = (state.ring.is_some(), buffers.remaining());
+            let (ring, remaining) = (state.ring.is_some(), into.remaining());
             let max_len = if ring { READ_LEN } else { DEPTH * READ_LEN };
-            let plan = PlannedRead::plan(offset, buffers.ranges(usize::MAX), wanted, max_len);
-            match self.read_planned(&mut state, &plan, buffers) {
+            let plan = PlannedRead::plan(offset, into.ranges(usize::MAX), wanted, max_len);
+            match self.read_planned(&mut state, &plan, into) {
                 Ok(read) => break read,
-                // Kernels before 5.6 do not support such reads in rings, and others may lack memory
-                // for them. Plain reads continue after the bytes that have arrived.
+                // Kernels before 5.6 do not support such reads in rings, others may lack memory for
+                // them, and the file may have become shorter. Plain reads continue after the bytes
+                // that have arrived.
                 Err(_) if ring => {
                     state.ring = None;
-                    if buffers.remaining() < remaining {
-                        break remaining - buffers.remaining();
+                    if into.remaining() < remaining {
+                        break remaining - into.remaining();
                     }
                 }
                 Err(error) => return Err(Error::io("reading", &self.facts.uri, error)),
             }
         };
-        buffers.arrived(read as u64);
+        into.arrived(read as u64);
         Ok(read)
     }
 }

@@ -9,10 +9,6 @@ use crate::sys::to_usize;
 /// with their neighbours.
 const MIN_DIRECT_LEN: usize = 64 << 10;
 
-/// Memory of the caller.
-#[derive(Clone, Copy)]
-pub struct CallerMemory(pub *mut u8);
-
 /// One read.
 pub struct PlannedRead {
     /// The position of its first block in the file.
@@ -22,19 +18,15 @@ pub struct PlannedRead {
     /// The wanted bytes: `wanted` of them, after the first `skip`.
     pub skip: usize,
     pub wanted: usize,
-    /// Its destination if it does not go through the buffer. Then all of its bytes are wanted.
-    pub destination: Option<CallerMemory>,
+    /// The caller's memory that it goes to, if not through the buffer. Then all of its bytes are
+    /// wanted.
+    pub destination: Option<*mut u8>,
 }
 
 impl PlannedRead {
     /// Cuts the first `wanted` bytes of buffers, which lie at `offset` of a file, into reads of at
     /// most `max_len` bytes.
-    pub fn plan(
-        offset: u64,
-        ranges: &[libc::iovec],
-        wanted: usize,
-        max_len: usize,
-    ) -> Vec<PlannedRead> {
+    pub fn plan(offset: u64, ranges: &[libc::iovec], wanted: usize, max_len: usize) -> Vec<Self> {
         // The position of the offset within its block of the file.
         let phase = to_usize(offset % DISK_BLOCK as u64);
         let mut plan = DirectReads { offset, phase, max_len, reads: Vec::new() };
@@ -47,17 +39,14 @@ impl PlannedRead {
             let direct_len = len.saturating_sub(unaligned) / DISK_BLOCK * DISK_BLOCK;
             let is_aligned = (range.iov_base.addr() + unaligned).is_multiple_of(DISK_BLOCK);
             if is_aligned && direct_len >= MIN_DIRECT_LEN {
-                plan.add_buffered(from, at + unaligned);
-                plan.add_direct(
-                    at + unaligned,
-                    direct_len,
-                    range.iov_base.cast::<u8>().wrapping_add(unaligned),
-                );
+                plan.add(from, at + unaligned, None);
                 from = at + unaligned + direct_len;
+                let to = range.iov_base.cast::<u8>().wrapping_add(unaligned);
+                plan.add(at + unaligned, from, Some(to));
             }
             at += len;
         }
-        plan.add_buffered(from, at);
+        plan.add(from, at, None);
         plan.reads
     }
 
@@ -89,22 +78,16 @@ struct DirectReads {
 }
 
 impl DirectReads {
-    fn add_direct(&mut self, at: usize, len: usize, to: *mut u8) {
-        for start in (0..len).step_by(self.max_len) {
-            let wanted = self.max_len.min(len - start);
-            let destination = Some(CallerMemory(to.wrapping_add(start)));
-            let position = self.offset + (at + start) as u64;
-            self.reads.push(PlannedRead { position, len: wanted, skip: 0, wanted, destination });
-        }
-    }
-
-    fn add_buffered(&mut self, mut from: usize, end: usize) {
+    /// Adds the bytes from `start` to `end`. Those that go straight to memory are whole blocks.
+    fn add(&mut self, start: usize, end: usize, to: Option<*mut u8>) {
+        let mut from = start;
         while from < end {
             let skip = (self.phase + from) % DISK_BLOCK;
             let wanted = (self.max_len - skip).min(end - from);
             let position = self.offset + from as u64 - skip as u64;
             let len = (skip + wanted).next_multiple_of(DISK_BLOCK);
-            self.reads.push(PlannedRead { position, len, skip, wanted, destination: None });
+            let destination = to.map(|to| to.wrapping_add(from - start));
+            self.reads.push(PlannedRead { position, len, skip, wanted, destination });
             from += wanted;
         }
     }

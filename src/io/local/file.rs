@@ -1,17 +1,17 @@
 //! Local regular files, read with positional reads.
 
-use std::fs::{File, Metadata};
-use std::io;
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
 use super::shard::Shard;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-#[cfg(feature = "hf")]
-use crate::io::ServerFile;
-use crate::io::{Capabilities, Facts, ReadAt, SourceIdentity};
+use crate::io::{Capabilities, Facts, ReadAt, ServerFile, SourceIdentity};
 use crate::mem::Buffers;
+use crate::mem::mapped::identity;
 use crate::sys::FileStamp;
 
 /// Bytes per read: enough for a disk to stream, and few enough that a chunk is still in the cache
@@ -74,11 +74,10 @@ impl FileSource {
         Ok(Self::whole(FileDescriptor::Open(Arc::new(file)), uri, &found))
     }
 
-    /// Takes the local copy of a server's file.
-    #[cfg(feature = "hf")]
-    pub fn of_server(file: File, uri: String, server: ServerFile) -> Result<Self> {
-        let source = Self::new(file, uri)?;
-        Ok(FileSource { facts: Facts { server: Some(server), ..source.facts }, ..source })
+    /// Makes it the local copy of a server's file.
+    pub fn of_server(mut self, server: ServerFile) -> Self {
+        self.facts.server = Some(server);
+        self
     }
 
     fn whole(file: FileDescriptor, uri: String, found: &Metadata) -> Self {
@@ -99,6 +98,32 @@ impl FileSource {
             FileDescriptor::Shard(shard) => shard.file(&self.facts.uri),
         }
     }
+}
+
+/// Opens a file of a folder; follows no link, and does not wait for a pipe. A file that cannot be
+/// written is opened for reading.
+pub fn open_no_follow(path: &Path) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let mut options = OpenOptions::new();
+    match options.read(true).write(true).custom_flags(flags).open(path) {
+        Err(e)
+            if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) =>
+        {
+            options.write(false).open(path)
+        }
+        opened => opened,
+    }
+}
+
+/// True if an open file is the one at a path.
+pub(super) fn is_at(file: &File, path: &Path) -> bool {
+    let at_path = fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()));
+    at_path.is_ok_and(|at_path| identity(file).is_ok_and(|own| own == at_path))
+}
+
+/// Removes an open file, unless there is another one at its path.
+pub fn remove_if_at(file: &File, path: &Path) -> io::Result<()> {
+    if is_at(file, path) { fs::remove_file(path) } else { Ok(()) }
 }
 
 /// The metadata of an open file; an error if it is a folder.
@@ -123,23 +148,18 @@ impl ReadAt for FileSource {
             max_auto_readers: (initial_readers * DISK_READERS_FACTOR).min(MAX_DISK_READERS),
             request_len: REQUEST_LEN,
             merge_gap: MERGE_GAP,
-            reader_memory: 0,
+            ..Capabilities::SEQUENTIAL
         }
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
         let file = self.open_file()?;
         loop {
             cancel.check()?;
-            match crate::sys::read_vectored_at(&file, offset, buffers) {
+            match crate::sys::read_vectored_at(&file, offset, into) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Ok(read) => {
-                    buffers.arrived(read as u64);
+                    into.arrived(read as u64);
                     return Ok(read);
                 }
                 Err(e) => return Err(Error::io("reading", &self.facts.uri, e)),
@@ -179,14 +199,9 @@ impl ReadAt for OwnHandle<'_> {
         self.own.capabilities()
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        match self.own.read_at(offset, buffers, cancel) {
-            Err(Error::Io { .. }) | Ok(0) => self.shared.read_at(offset, buffers, cancel),
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
+        match self.own.read_at(offset, into, cancel) {
+            Err(Error::Io { .. }) | Ok(0) => self.shared.read_at(offset, into, cancel),
             read => read,
         }
     }
@@ -214,10 +229,10 @@ mod tests {
         fn read_at(
             &self,
             offset: u64,
-            buffers: &mut Buffers<'_>,
+            into: &mut Buffers<'_>,
             cancel: &dyn Cancel,
         ) -> Result<usize> {
-            self.0.read_at(offset, buffers, cancel)
+            self.0.read_at(offset, into, cancel)
         }
 
         fn file(&self) -> Option<Arc<File>> {

@@ -1,73 +1,48 @@
 //! The folder of a source, in which the files that an index of shards names are opened.
 
-use std::io;
+use std::io::ErrorKind;
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::FileSource;
-use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{OpenSibling, ReadAt, SourceIdentity};
 use crate::sys::file_stamp;
 
-/// The folder of a source.
-pub enum Folder {
-    /// A local folder, and the path of the source for messages.
-    Local(PathBuf, PathBuf),
-    /// The folder of a server.
-    Server(OpenSibling),
-}
-
-impl Folder {
-    /// Finds the folder of a source, without links, and the identities of the files of these names
-    /// in it. None if the source has no folder. There are no identities where these would take
-    /// requests.
-    pub fn examine(
-        source: &dyn ReadAt,
-        names: &[String],
-    ) -> Result<(Option<Self>, Vec<Option<SourceIdentity>>)> {
-        let facts = source.facts();
-        if let Some(server) = &facts.server {
-            return Ok((server.open_sibling.clone().map(Folder::Server), Vec::new()));
-        }
-        let (Some(file), Some(path)) = (source.file(), &facts.path) else {
-            return Ok((None, Vec::new()));
-        };
-        let Some((parent, own_name)) = path.parent().zip(path.file_name()) else {
-            return Ok((None, Vec::new()));
-        };
-        // The second folder is the right one if a link in the path has changed since the opening.
-        let opened = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        let opened = opened.ok().and_then(|path| path.parent().map(Path::to_owned));
-        let identity_of = |path: PathBuf| file_stamp(&path).map(SourceIdentity::Local);
-        for folder in [std::fs::canonicalize(parent).ok(), opened].into_iter().flatten() {
-            let found = names.iter().map(|name| identity_of(folder.join(name))).collect();
-            // Last, so that a folder that was exchanged meanwhile is noticed.
-            if identity_of(folder.join(own_name)) == facts.identity {
-                return Ok((Some(Folder::Local(folder, PathBuf::from(&facts.uri))), found));
-            }
-        }
-        let what = "it was replaced while it was opened: open it again";
-        Err(Error::io("opening", &facts.uri, io::Error::new(io::ErrorKind::InvalidData, what)))
+/// Finds the folder of a source, without links. Returns a function that opens files of this folder
+/// with the same options, None if the source has no folder; and the identities of the files of
+/// these names in it, none where these would take requests.
+pub fn siblings(
+    source: &dyn ReadAt,
+    names: &[String],
+) -> Result<(Option<OpenSibling>, Vec<Option<SourceIdentity>>)> {
+    let facts = source.facts();
+    if let Some(server) = &facts.server {
+        return Ok((server.open_sibling.clone(), Vec::new()));
     }
-
-    /// Opens the file of this name with the same options; None if the server has no folders.
-    /// `first`: bytes of the first request to a server.
-    pub fn open(
-        &self,
-        name: &str,
-        first: Option<u64>,
-        cancel: &dyn Cancel,
-    ) -> Result<Option<Arc<dyn ReadAt>>> {
-        match self {
-            Folder::Local(folder, shown) => {
-                let uri = shown.with_file_name(name).display().to_string();
+    let parts = facts.path.as_ref().and_then(|path| path.parent().zip(path.file_name()));
+    let (Some(file), Some((parent, own_name))) = (source.file(), parts) else {
+        return Ok((None, Vec::new()));
+    };
+    // The second folder is the right one if a link in the path has changed since the opening.
+    let opened = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let opened = opened.ok().and_then(|path| path.parent().map(Path::to_owned));
+    let identity_of = |path: PathBuf| file_stamp(&path).map(SourceIdentity::Local);
+    for folder in [std::fs::canonicalize(parent).ok(), opened].into_iter().flatten() {
+        let found = names.iter().map(|name| identity_of(folder.join(name))).collect();
+        // Last, so that a folder that was exchanged meanwhile is noticed.
+        if identity_of(folder.join(own_name)) == facts.identity {
+            let uri = PathBuf::from(&facts.uri);
+            let open: OpenSibling = Arc::new(move |name, _, _| {
+                let uri = uri.with_file_name(name).display().to_string();
                 Ok(Some(Arc::new(FileSource::open_shard(&folder.join(name), uri)?)))
-            }
-            Folder::Server(open_sibling) => open_sibling(name, first, cancel),
+            });
+            return Ok((Some(open), found));
         }
     }
+    let what = "it was replaced while it was opened: open it again";
+    Err(Error::failed("opening", &facts.uri, ErrorKind::InvalidData, what))
 }
 
 #[cfg(test)]
@@ -107,9 +82,9 @@ mod tests {
                 flip(top.path());
             }
             let names = ["shard".to_owned(), "missing".to_owned()];
-            let (folder, found) = Folder::examine(&index, &names).unwrap();
+            let (folder, found) = siblings(&index, &names).unwrap();
             flip(top.path());
-            let shard = folder.unwrap().open("shard", None, &Never).unwrap().unwrap();
+            let shard = folder.unwrap()("shard", None, &Never).unwrap().unwrap();
             let mut bytes = [0; 2];
             shard.read_at(0, &mut Buffers::from_slice(&mut bytes), &Never).unwrap();
             assert_eq!(&bytes, b"v1");
@@ -127,10 +102,10 @@ mod tests {
         fs::rename(top.path().join("v2"), top.path().join("v1")).unwrap();
         // The kernel knows the new name of the folder of the open file.
         let names = ["shard".to_owned()];
-        Folder::examine(&index, &names).unwrap();
+        siblings(&index, &names).unwrap();
         fs::write(top.path().join("old/other"), "{}").unwrap();
         fs::rename(top.path().join("old/other"), top.path().join("old/index")).unwrap();
-        let error = Folder::examine(&index, &names).err().unwrap().to_string();
+        let error = siblings(&index, &names).err().unwrap().to_string();
         assert!(error.contains("it was replaced while it was opened: open it again"), "{error}");
     }
 }

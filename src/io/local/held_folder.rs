@@ -7,14 +7,17 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use super::file::is_at;
+
 /// A folder. Paths of its entries lead to it even after it was renamed, or after a symbolic link
 /// that led to it was changed.
 pub(super) struct HeldFolder {
-    file: File,
-    /// A path of the folder that does not depend on its name, where the system has one.
-    path: PathBuf,
+    pub(super) file: File,
+    /// The path by which the system finds the folder as long as this value lives: one that does not
+    /// depend on its name, where there is one.
+    pub(super) path: PathBuf,
     /// Its path when it was opened, for messages.
-    shown: PathBuf,
+    pub(super) shown: PathBuf,
 }
 
 impl HeldFolder {
@@ -31,35 +34,17 @@ impl HeldFolder {
         Ok(HeldFolder { file, path, shown })
     }
 
-    /// The path by which the system finds the folder as long as this value lives.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// The path that the folder had when it was opened, for messages.
-    pub(super) fn shown(&self) -> &Path {
-        &self.shown
-    }
-
-    /// Device and inode numbers of the folder.
-    pub(super) fn identity(&self) -> io::Result<(u64, u64)> {
-        let metadata = self.file.metadata()?;
-        Ok((metadata.dev(), metadata.ino()))
-    }
-
     /// True if an open file is a mount point in this folder, so that it cannot be renamed over.
     pub(super) fn has_mount_point(&self, file: &File) -> bool {
-        match (mount_of(&self.file), mount_of(file)) {
-            (Some(folder), Some(file)) => folder != file,
-            _ => false,
-        }
+        mount_of(&self.file).zip(mount_of(file)).is_some_and(|(folder, file)| folder != file)
     }
 
     /// True if its links stand for files that a process has open, as in `/proc/self/fd`.
     fn links_are_open_files(&self) -> bool {
-        let device = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|found| found.dev());
-        let process = device(fs::metadata("/proc/self/fd"));
-        process.is_some() && process == device(self.file.metadata())
+        let is_same = |process: fs::Metadata| {
+            self.file.metadata().is_ok_and(|folder| folder.dev() == process.dev())
+        };
+        fs::metadata("/proc/self/fd").is_ok_and(is_same)
     }
 }
 
@@ -99,7 +84,7 @@ impl Place {
                 }
                 // The folder stays open as long as its path is used.
                 Ok(link) => {
-                    path = found.folder.path().join(link);
+                    path = found.folder.path.join(link);
                     _followed = Some(found.folder);
                 }
                 Err(_) => return Ok(found),
@@ -110,14 +95,12 @@ impl Place {
 
     /// The path by which the system finds the file.
     pub(super) fn path(&self) -> PathBuf {
-        self.folder.path().join(&self.name)
+        self.folder.path.join(&self.name)
     }
 
     /// True if the name leads to an open file, and to no other.
     pub(super) fn leads_to(&self, file: &File) -> bool {
-        let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-        let named = fs::symlink_metadata(self.path()).ok().map(identity);
-        named.is_some() && named == file.metadata().ok().map(identity)
+        is_at(file, &self.path())
     }
 }
 

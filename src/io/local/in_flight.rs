@@ -18,8 +18,6 @@ pub struct InFlightLimit {
 #[derive(Debug, Default)]
 struct InFlightState {
     under_way: usize,
-    /// Readers that wait.
-    waiting: usize,
     /// The time of the first read, and of the last change.
     first_begin: Option<Instant>,
     last_change: Option<Instant>,
@@ -41,11 +39,8 @@ impl InFlightState {
 impl InFlightLimit {
     /// Allows `max_reads` reads at once, or one if that is 0.
     pub fn new(max_reads: usize) -> Self {
-        InFlightLimit {
-            max_reads: max_reads.max(1),
-            state: Mutex::default(),
-            ended: Condvar::new(),
-        }
+        let (state, ended) = (Mutex::default(), Condvar::new());
+        InFlightLimit { max_reads: max_reads.max(1), state, ended }
     }
 
     fn state(&self) -> MutexGuard<'_, InFlightState> {
@@ -61,9 +56,7 @@ impl InFlightLimit {
             if !wait {
                 return false;
             }
-            state.waiting += 1;
             state = unpoisoned(self.ended.wait(state));
-            state.waiting -= 1;
         }
         let more = state.under_way + 1;
         state.set_under_way(more);
@@ -72,15 +65,10 @@ impl InFlightLimit {
 
     /// Counts reads that have ended.
     pub fn release(&self, reads: usize) {
-        if reads == 0 {
-            return;
-        }
         let mut state = self.state();
         let fewer = state.under_way.saturating_sub(reads);
         state.set_under_way(fewer);
-        for _ in 0..state.waiting.min(reads) {
-            self.ended.notify_one();
-        }
+        (0..reads).for_each(|_| self.ended.notify_one());
     }
 
     /// The average number of reads under way from the first to the last, in thousandths, and the

@@ -18,8 +18,8 @@ pub use direct::{
     DEPTH as MAX_DIRECT_READS, DIRECT_MEMORY, DirectReader, READ_LEN as DIRECT_READ_LEN,
     READS_PER_READER,
 };
-pub use file::{FileSource, OwnHandle};
-pub use folder::Folder;
+pub use file::{FileSource, OwnHandle, open_no_follow, remove_if_at};
+pub use folder::siblings;
 pub use in_flight::InFlightLimit;
 pub use pipe::Pipe;
 pub use sink::FileSink;

@@ -69,20 +69,17 @@ impl Shard {
         open.files.insert(open.uses, file);
     }
 
-    /// Retains the descriptor, and closes the least recently used ones.
+    /// Retains the descriptor, and closes the least recently used one if there are too many.
     fn retain(&self, file: Arc<File>) {
         let limit = max_open();
-        let mut closed = Vec::new();
         let mut open = OPEN_FILES.lock();
         // Another thread may have opened it meanwhile.
-        closed.extend(open.files.remove(&self.used.load(Ordering::Relaxed)));
+        let other = open.files.remove(&self.used.load(Ordering::Relaxed));
         self.mark_used(&mut open, file);
-        while open.files.len() as u64 > limit {
-            let Some((_, file)) = open.files.pop_first() else { break };
-            closed.push(file);
-        }
+        let is_over = open.files.len() as u64 > limit;
+        let oldest = is_over.then(|| open.files.pop_first());
         drop(open);
-        drop(closed);
+        drop((other, oldest));
     }
 }
 

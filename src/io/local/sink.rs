@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::copy_metadata::FileMetadata;
 use super::held_folder::{Place, sync_folder};
 use super::temporary::TemporaryFile;
-use super::temporary_name::TemporaryNames;
 use crate::cancel::{Cancel, run_detached};
 use crate::error::{Error, Result};
 use crate::io::save_order::{SaveTarget, SaveTurn};
@@ -104,33 +103,6 @@ impl FileSink {
         refuse_mapped(&file, &uri)?;
         Ok(Self::new(file, uri, None))
     }
-
-    /// Ends the file at `len` bytes, syncs it, gives it a name by `publish`, and syncs that. A
-    /// folder that cannot be synced is no failure. If the disk fails, the error says that the file
-    /// is there. On a busy disk this may take long; the file stays if the call is interrupted.
-    ///
-    /// Returns None if the file is the caller's own, or was overtaken by a later save.
-    fn finish_with<T>(
-        &mut self,
-        len: u64,
-        cancel: &dyn Cancel,
-        publish: impl FnOnce(&mut TemporaryFile, &SaveTurn, &File) -> Result<Option<T>>,
-    ) -> Result<Option<T>> {
-        let Some((unpublished, _)) = &self.unpublished else { return Ok(None) };
-        unpublished.check_owner(&self.uri)?;
-        let fail = |e| Error::io("finishing", &self.uri, e);
-        let file = self.handle()?;
-        run_detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?
-            .map_err(fail)?;
-        let Some((mut unpublished, turn)) = self.unpublished.take() else { return Ok(None) };
-        let published = publish(&mut unpublished, &turn, &self.file)?;
-        crate::sys::release_flock(&self.file);
-        if published.is_some() {
-            let synced = run_detached(cancel, move || sync_folder(unpublished.folder()))?;
-            synced.map_err(|error| Error::Unsynced { uri: self.uri.clone(), error })?;
-        }
-        Ok(published)
-    }
 }
 
 /// Opens a file that is to be written where it lies: one that a process has open and that the path
@@ -151,11 +123,8 @@ fn open_in_place(place: &Place) -> io::Result<Option<File>> {
 /// The turn of a save at a place. An open file has one order of saves, whatever its names.
 fn turn_of(place: &Place, open: Option<&File>) -> io::Result<SaveTurn> {
     let target = match open.filter(|_| place.is_open_file) {
-        Some(file) => {
-            let metadata = file.metadata()?;
-            SaveTarget::File((metadata.dev(), metadata.ino()), OsString::new())
-        }
-        None => SaveTarget::File(place.folder.identity()?, place.name.clone()),
+        Some(file) => SaveTarget::File(mapped::identity(file)?, OsString::new()),
+        None => SaveTarget::File(mapped::identity(&place.folder.file)?, place.name.clone()),
     };
     Ok(SaveTurn::begin(target))
 }
@@ -164,10 +133,8 @@ fn turn_of(place: &Place, open: Option<&File>) -> io::Result<SaveTurn> {
 fn begin(place: Place, uri: &str) -> Result<(File, (TemporaryFile, SaveTurn))> {
     let fail = |e| Error::io("creating", uri, e);
     let old = open_replaced(&place).map_err(fail)?;
-    let hidden_names = TemporaryNames::of(place.folder.path(), &place.name);
-    hidden_names.remove_stale();
-    let (path, shown) = (place.path(), place.folder.shown().to_owned());
-    let folder = fs::metadata(place.folder.path()).map_err(fail)?;
+    let (path, shown) = (place.path(), place.folder.shown.clone());
+    let folder = fs::metadata(&place.folder.path).map_err(fail)?;
     let refused = |error: io::Error| match error.raw_os_error() {
         Some(libc::EACCES | libc::EPERM | libc::EROFS | libc::EBUSY) if old.is_some() => {
             Error::Irreplaceable { uri: uri.to_owned(), folder: shown.clone(), error }
@@ -176,14 +143,13 @@ fn begin(place: Place, uri: &str) -> Result<(File, (TemporaryFile, SaveTurn))> {
     };
     let is_mount_point = old.as_ref().is_some_and(|(old, _)| place.folder.has_mount_point(old));
     let turn = turn_of(&place, None).map_err(fail)?;
-    let (file, unpublished) =
-        TemporaryFile::create(place, hidden_names, old.is_some()).map_err(refused)?;
+    let (file, unpublished) = TemporaryFile::create(place, old.is_some()).map_err(refused)?;
     if is_mount_point {
         return Err(refused(io::Error::from_raw_os_error(libc::EBUSY)));
     }
     if let Some((_, metadata)) = &old {
         let own_user = file.metadata().map_err(fail)?.uid();
-        if is_protected_by_sticky_bit(&path, metadata.user(), &folder, own_user) {
+        if is_protected_by_sticky_bit(&path, metadata.owner.0, &folder, own_user) {
             return Err(refused(io::Error::from_raw_os_error(libc::EPERM)));
         }
         metadata.give(&file).map_err(fail)?;
@@ -215,13 +181,8 @@ fn refuse_mapped(file: &File, uri: &str) -> Result<()> {
 }
 
 /// True if the folder, like `/tmp`, lets only owners replace files, and another user owns this one.
-fn is_protected_by_sticky_bit(
-    target: &Path,
-    old_user: u32,
-    folder: &Metadata,
-    own_user: u32,
-) -> bool {
-    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == own_user || old_user == own_user {
+fn is_protected_by_sticky_bit(target: &Path, old_user: u32, folder: &Metadata, user: u32) -> bool {
+    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == user || old_user == user {
         return false;
     }
     // Tests the privilege by an operation that needs it: only the owner, or a privileged process,
@@ -278,22 +239,30 @@ impl WriteAt for FileSink {
         Ok(())
     }
 
+    /// Ends the file, syncs it, gives it its name, and syncs that. A folder that cannot be synced is
+    /// no failure. If the disk fails, the error says that the file is there. On a busy disk this may
+    /// take long; the file stays if the call is interrupted.
     fn publish(&mut self, len: u64, ending: Ending, cancel: &dyn Cancel) -> Result<Published> {
-        let is_owned = self.unpublished.is_some();
-        let uri = self.uri.clone();
-        let published = self.finish_with(len, cancel, |unpublished, turn, file| {
-            let fail = |e| Error::io("finishing", &uri, e);
-            match ending {
-                Ending::Unclosed => unpublished.publish_unclosed(file).map_err(fail).map(Some),
-                Ending::Finished => turn
-                    .publish(cancel, || unpublished.publish(file).map_err(fail))
-                    .map(|published| published.map(|()| None)),
-            }
-        })?;
-        Ok(match published {
-            Some(Some(name)) => Published::OtherName(name),
-            None if is_owned => Published::Overtaken,
-            _ => Published::InPlace,
-        })
+        let fail = |e| Error::io("finishing", &self.uri, e);
+        if let Some((unpublished, _)) = &self.unpublished {
+            unpublished.owner.check(&self.uri)?;
+            let file = self.handle()?;
+            run_detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?
+                .map_err(fail)?;
+        }
+        let Some((mut unpublished, turn)) = self.unpublished.take() else {
+            return Ok(Published::InPlace);
+        };
+        let other_name = match ending {
+            Ending::Unclosed => unpublished.publish_unclosed(&self.file).map_err(fail).map(Some),
+            Ending::Finished => turn
+                .publish(cancel, || unpublished.publish(&self.file).map_err(fail))
+                .map(|published| published.map(|()| None)),
+        }?;
+        crate::sys::release_flock(&self.file);
+        let Some(other_name) = other_name else { return Ok(Published::Overtaken) };
+        let synced = run_detached(cancel, move || sync_folder(&unpublished.target.folder.path))?;
+        synced.map_err(|error| Error::Unsynced { uri: self.uri.clone(), error })?;
+        Ok(other_name.map_or(Published::InPlace, Published::OtherName))
     }
 }

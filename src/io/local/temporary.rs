@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use super::copy_metadata::FileMetadata;
 use super::held_folder::Place;
 use super::temporary_name::TemporaryNames;
-use crate::error::Result;
 use crate::sys;
 use crate::sys::process::OwnerProcess;
 
@@ -16,8 +15,8 @@ use crate::sys::process::OwnerProcess;
 /// or left empty if it has the target's name already.
 pub(super) struct TemporaryFile {
     /// The only process that may publish the file, or remove it.
-    owner: OwnerProcess,
-    target: Place,
+    pub(super) owner: OwnerProcess,
+    pub(super) target: Place,
     hidden_names: TemporaryNames,
     /// None for a file without a name, which ends with the last process that has it open.
     path: Option<PathBuf>,
@@ -28,54 +27,37 @@ pub(super) struct TemporaryFile {
 }
 
 impl TemporaryFile {
-    fn new(target: Place, hidden_names: TemporaryNames) -> Self {
+    fn new(target: Place) -> Self {
         TemporaryFile {
             owner: OwnerProcess::current(),
+            hidden_names: TemporaryNames::of(&target.folder.path, &target.name),
             target,
-            hidden_names,
             path: None,
             copy: None,
             in_place: None,
         }
     }
 
-    /// Begins a file in the target's folder. If `private` is true, only its owner can open it for
-    /// now.
-    pub(super) fn create(
-        target: Place,
-        hidden_names: TemporaryNames,
-        private: bool,
-    ) -> io::Result<(File, Self)> {
+    /// Begins a file in the target's folder, and removes those of killed writers. If `private` is
+    /// true, only its owner can open it for now.
+    pub(super) fn create(target: Place, private: bool) -> io::Result<(File, Self)> {
         let mode = if private { 0o600 } else { 0o666 };
-        let mut made = Self::new(target, hidden_names);
-        let file = match create_unnamed(made.target.folder.path(), mode) {
-            Some(file) => file,
-            None => {
-                let (file, path) = made.hidden_names.create(mode)?;
-                made.path = Some(path);
-                file
-            }
-        };
+        let mut made = Self::new(target);
+        made.hidden_names.remove_stale();
+        if let Some(file) = create_unnamed(&made.target.folder.path, mode) {
+            return Ok((file, made));
+        }
+        let (file, path) = made.hidden_names.create(mode)?;
+        made.path = Some(path);
         Ok((file, made))
     }
 
     /// Begins to write into the file at the target, which has become empty.
     pub(super) fn in_place(target: Place, file: &File) -> io::Result<Self> {
-        let hidden_names = TemporaryNames::of(target.folder.path(), &target.name);
-        let mut made = Self::new(target, hidden_names);
+        let mut made = Self::new(target);
         file.set_len(0)?;
         made.in_place = Some(file.try_clone()?);
         Ok(made)
-    }
-
-    /// Returns an error in a process other than the one that began the file.
-    pub(super) fn check_owner(&self, uri: &str) -> Result<()> {
-        self.owner.check(uri)
-    }
-
-    /// The path by which the system finds the folder of the target.
-    pub(super) fn folder(&self) -> &Path {
-        self.target.folder.path()
     }
 
     /// Gives the file its name, in place of any file there.
@@ -97,7 +79,7 @@ impl TemporaryFile {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 self.target.name.push(".unclosed");
                 self.publish(file)?;
-                Ok(Some(self.target.folder.shown().join(&self.target.name)))
+                Ok(Some(self.target.folder.shown.join(&self.target.name)))
             }
             taken => {
                 taken?;
@@ -130,15 +112,10 @@ impl TemporaryFile {
 
     /// Ensures that the file has a hidden name, and returns the name.
     fn ensure_hidden_name(&mut self, file: &File) -> io::Result<PathBuf> {
-        let path = match self.path.take() {
-            Some(path) => path,
-            None => match self.hidden_names.link(file) {
-                Ok(path) => path,
-                // The link failed although the trial had succeeded. The file is copied, so that its
-                // bytes are not lost.
-                Err(_) => self.copy(file)?,
-            },
-        };
+        let named = self.path.take().map_or_else(|| self.hidden_names.link(file), Ok);
+        // A link may fail although the trial had succeeded. The file is copied, so that its bytes
+        // are not lost.
+        let path = named.or_else(|_| self.copy(file))?;
         Ok(self.path.insert(path).clone())
     }
 

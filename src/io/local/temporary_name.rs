@@ -11,6 +11,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use super::file::{is_at, open_no_follow, remove_if_at};
 use crate::sys;
 
 /// The suffix of locked files, which are stale once the lock is free.
@@ -63,15 +64,8 @@ impl TemporaryNames {
             }
             match sys::try_flock(&file) {
                 // Before the lock was taken, another writer may have removed the file as stale.
-                Ok(true) => match fs::symlink_metadata(&path) {
-                    Ok(_) => return Ok((file, path)),
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                    Err(e) => {
-                        let _ = fs::remove_file(&path);
-                        return Err(e);
-                    }
-                },
-                Ok(false) => {}
+                Ok(true) if is_at(&file, &path) => return Ok((file, path)),
+                Ok(_) => {}
                 Err(_) => {
                     fs::remove_file(&path)?;
                     ending = UNLOCKED_SUFFIX;
@@ -100,12 +94,10 @@ impl TemporaryNames {
     pub(super) fn remove_stale(&self) {
         // A folder that cannot be listed keeps what is in it.
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            if let Some(mount_id) =
-                entry.file_name().to_str().and_then(|name| self.mount_id_of(name))
-            {
-                let is_same_mount = self.mount_id == Some(mount_id);
+            let name = entry.file_name();
+            if let Some(mount_id) = name.to_str().and_then(|name| self.mount_id_of(name)) {
                 // A file that cannot be removed is left to the next writer.
-                let _ = remove_if_stale(&entry.path(), is_same_mount);
+                let _ = remove_if_stale(&entry.path(), self.mount_id == Some(mount_id));
             }
         }
     }
@@ -121,12 +113,8 @@ impl TemporaryNames {
     fn mount_id_of(&self, name: &str) -> Option<u32> {
         let numbers = name.strip_prefix(&self.prefix)?.strip_suffix(LOCKED_SUFFIX)?;
         let (mount_id, unique) = numbers.split_once('-')?;
-        let hexadecimal =
-            |text: &str| text.len() == 8 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if !hexadecimal(mount_id) || !hexadecimal(unique) {
-            return None;
-        }
-        u32::from_str_radix(mount_id, 16).ok()
+        let number = |text: &str| u32::from_str_radix(text, 16).ok().filter(|_| text.len() == 8);
+        number(mount_id).filter(|_| number(unique).is_some())
     }
 }
 
@@ -144,10 +132,8 @@ fn mount_id(folder: &Path) -> Option<u32> {
 /// Removes a file that no process writes. `is_same_mount`: it was made on this mount of this
 /// system.
 fn remove_if_stale(path: &Path, is_same_mount: bool) -> io::Result<()> {
-    // Writable, because some servers grant no lock otherwise; not through a link, and without
-    // waiting for the other end of a pipe.
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
+    // Writable, because some servers grant no lock otherwise.
+    let file = open_no_follow(path)?;
     let opened = file.metadata()?;
     let idle_time = || opened.modified().ok().and_then(|at| at.elapsed().ok());
     if !opened.is_file() || !(is_same_mount || idle_time().is_some_and(|time| time > STALE_AFTER)) {
@@ -155,10 +141,7 @@ fn remove_if_stale(path: &Path, is_same_mount: bool) -> io::Result<()> {
     }
     if sys::try_flock(&file)? {
         // No writer holds the lock, but the writer may have published the file just before.
-        let named = fs::symlink_metadata(path)?;
-        if (named.dev(), named.ino()) == (opened.dev(), opened.ino()) {
-            fs::remove_file(path)?;
-        }
+        remove_if_at(&file, path)?;
     }
     Ok(())
 }

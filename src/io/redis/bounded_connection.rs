@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
+use redis::aio::AsyncStream;
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, Join, ReadBuf, ReadHalf, WriteHalf, join, split};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
@@ -36,39 +37,39 @@ impl ReceiveLimit {
     }
 }
 
-/// A connection, by TCP or TLS.
-pub trait TcpOrTls: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> TcpOrTls for S {}
+type Stream = Box<dyn AsyncStream + Send + Unpin>;
 
 /// A connection whose reads fail as soon as more bytes have arrived than the limit allows.
-pub struct BoundedConnection {
-    stream: Box<dyn TcpOrTls>,
-    receive_limit: ReceiveLimit,
+pub type BoundedConnection = Join<BoundedReader, WriteHalf<Stream>>;
+
+/// Connects to a server, and encrypts the connection if `tls` is given.
+pub async fn connect(
+    (host, port): (&str, u16),
+    tls: Option<&Tls>,
+    limit: ReceiveLimit,
+) -> io::Result<BoundedConnection> {
+    let addresses = lookup(host, port).await?;
+    let tcp = TcpStream::connect(&*addresses).await?;
+    tcp.set_nodelay(true)?;
+    let stream: Stream = match tls {
+        None => Box::new(tcp),
+        Some(tls) => {
+            let name = ServerName::try_from(host.to_owned());
+            let name = name.map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
+            Box::new(TlsConnector::from(Arc::new(tls.config())).connect(name, tcp).await?)
+        }
+    };
+    let (stream, writer) = split(stream);
+    Ok(join(BoundedReader { stream, limit }, writer))
 }
 
-impl BoundedConnection {
-    /// Connects to a server, and encrypts the connection if `tls` is given.
-    pub async fn connect(
-        (host, port): (&str, u16),
-        tls: Option<&Tls>,
-        receive_limit: ReceiveLimit,
-    ) -> io::Result<Self> {
-        let addresses = lookup(host, port).await?;
-        let tcp = TcpStream::connect(&*addresses).await?;
-        tcp.set_nodelay(true)?;
-        let stream: Box<dyn TcpOrTls> = match tls {
-            None => Box::new(tcp),
-            Some(tls) => {
-                let name = ServerName::try_from(host.to_owned());
-                let name = name.map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
-                Box::new(TlsConnector::from(Arc::new(tls.config())).connect(name, tcp).await?)
-            }
-        };
-        Ok(BoundedConnection { stream, receive_limit })
-    }
+/// The part of a connection that reads.
+pub struct BoundedReader {
+    stream: ReadHalf<Stream>,
+    limit: ReceiveLimit,
 }
 
-impl AsyncRead for BoundedConnection {
+impl AsyncRead for BoundedReader {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -76,28 +77,10 @@ impl AsyncRead for BoundedConnection {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(context, buffer);
-        match self.receive_limit.consume(buffer.filled().len() - before) {
+        match self.limit.consume(buffer.filled().len() - before) {
             Ok(()) => polled,
             Err(error) => Poll::Ready(Err(error)),
         }
-    }
-}
-
-impl AsyncWrite for BoundedConnection {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
 

@@ -8,7 +8,7 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Pipeline, RedisConnectionInfo, RedisError, Value};
 use url::Url;
 
-use super::bounded_connection::{BoundedConnection, ReceiveLimit};
+use super::bounded_connection::{self, ReceiveLimit};
 use crate::error::Escaped;
 use crate::io::transport::{
     ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust,
@@ -63,13 +63,10 @@ impl RedisAddress {
             settings = settings.set_password(decoded(password)?);
         }
         for (name, value) in url.query_pairs() {
-            match &*name {
-                "db" => {
-                    let db = value.parse().map_err(|_| bad("db must be a number"))?;
-                    settings = settings.set_db(db);
-                }
-                other => return Err(bad(&format!("unknown option `{other}`, there is only `db`"))),
+            if name != "db" {
+                return Err(bad(&format!("unknown option `{name}`, there is only `db`")));
             }
+            settings = settings.set_db(value.parse().map_err(|_| bad("db must be a number"))?);
         }
         let display_address = format!("{}://{host}{display_port}/{prefix}", url.scheme());
         let tls = url.scheme() == "rediss";
@@ -116,7 +113,7 @@ impl RedisConnections {
         let connected = async {
             let to = (host.as_str(), *port);
             let stream =
-                BoundedConnection::connect(to, self.tls.as_ref(), receive_limit.clone()).await;
+                bounded_connection::connect(to, self.tls.as_ref(), receive_limit.clone()).await;
             let config = self.config.clone();
             let stream = stream.map_err(|error| connect_failure(error, &self.hint))?;
             MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
@@ -182,16 +179,19 @@ fn failure(error: RedisError) -> Failure {
         let what = format!("{text}; check user and password");
         return Failure::permanent(ErrorKind::PermissionDenied, what);
     }
-    if matches!(error.code(), Some("LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN")) {
-        return Failure::transient(ErrorKind::Other, text);
+    match error.code() {
+        Some("LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN") => {
+            Failure::transient(ErrorKind::Other, text)
+        }
+        _ if error.is_timeout() => Failure::transient(ErrorKind::TimedOut, text),
+        _ if error.is_io_error()
+            || error.is_connection_dropped()
+            || error.is_unrecoverable_error() =>
+        {
+            Failure::transient(ErrorKind::ConnectionAborted, text)
+        }
+        _ => Failure::permanent(ErrorKind::InvalidData, text),
     }
-    if error.is_timeout() {
-        return Failure::transient(ErrorKind::TimedOut, text);
-    }
-    if error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error() {
-        return Failure::transient(ErrorKind::ConnectionAborted, text);
-    }
-    Failure::permanent(ErrorKind::InvalidData, text)
 }
 
 /// The servers that have keys, by the reply to `CLUSTER INFO`.

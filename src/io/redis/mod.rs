@@ -10,12 +10,12 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Instant;
 
-use redis::{Pipeline, Value, cmd};
+use redis::{FromRedisValue, Pipeline, Value, from_redis_value};
 
 use super::{Capabilities, Facts, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Escaped, Result};
-use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
+use crate::io::transport::{RetryBudget, TransportOptions, retry};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
 use client::{RedisAddress, RedisConnections, cluster_size};
@@ -62,12 +62,8 @@ pub struct RedisSource {
 }
 
 /// Opens an address: finds the keys and the lengths of their values.
-pub fn open(
-    address: &str,
-    options: &TransportOptions,
-    cancel: &dyn Cancel,
-) -> Result<Arc<dyn ReadAt>> {
-    let parsed = RedisAddress::parse(address).map_err(Error::InvalidArgument)?;
+pub fn open(uri: &str, options: &TransportOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
+    let parsed = RedisAddress::parse(uri).map_err(Error::InvalidArgument)?;
     let (uri, prefix) = (parsed.display_address.clone(), parsed.prefix.clone());
     let connections = RedisConnections::new(parsed, options).map_err(Error::InvalidArgument)?;
     let facts = Facts { uri, ..Facts::default() };
@@ -76,8 +72,7 @@ pub fn open(
     source.values = source.find(&prefix, cancel)?;
     if source.values.is_empty() {
         let what = format!("no key of the database begins with `{prefix}:`");
-        let error = std::io::Error::new(ErrorKind::NotFound, what);
-        return Err(Error::io("opening", &source.facts.uri, error));
+        return Err(Error::failed("opening", &source.facts.uri, ErrorKind::NotFound, what));
     }
     source.end = source.values.iter().map(|value| value.start + value.len).max().unwrap_or(0);
     source.facts.len = Some(source.end);
@@ -91,23 +86,23 @@ impl RedisSource {
     }
 
     /// Sends one batch of commands, and retries after transient failures.
-    fn send(
+    fn send<T: FromRedisValue>(
         &self,
         commands: &Pipeline,
         max_bytes: u64,
-        position: u64,
         budget: &RetryBudget<'_>,
-    ) -> Result<Vec<Value>> {
-        budget.position.set(position);
-        retry::run(budget, || self.connections.send(commands, max_bytes, budget))
+    ) -> Result<T> {
+        const SHOWN: usize = 200;
+        let replies = retry::run(budget, || self.connections.send(commands, max_bytes, budget))?;
+        from_redis_value(Value::Array(replies)).map_err(|error| {
+            let what: String = error.to_string().chars().take(SHOWN).collect();
+            self.invalid(format!("unexpected reply: {}", Escaped(&what)))
+        })
     }
 
-    /// The error for a reply of an unexpected type.
-    fn unexpected_reply(&self, command: &str, what: impl std::fmt::Display) -> Error {
-        const SHOWN: usize = 200;
-        let what: String = what.to_string().chars().take(SHOWN).collect();
-        let text = format!("unexpected reply to {command}: {}", Escaped(&what));
-        Error::io("reading", &self.facts.uri, std::io::Error::new(ErrorKind::InvalidData, text))
+    /// The error for keys and values that are not those of a file.
+    fn invalid(&self, what: String) -> Error {
+        Error::failed("reading", &self.facts.uri, ErrorKind::InvalidData, what)
     }
 
     /// All keys with the prefix, by position.
@@ -134,14 +129,12 @@ impl RedisSource {
         if let Some([one, other]) = values.windows(2).find(same) {
             let [one, other] =
                 [one, other].map(|value| String::from_utf8_lossy(&value.key).into_owned());
-            let text = format!(
+            return Err(self.invalid(format!(
                 "the keys `{}` and `{}` hold bytes of the same position: another file has keys with \
                  this prefix",
                 Escaped(&one),
                 Escaped(&other)
-            );
-            let error = std::io::Error::new(ErrorKind::InvalidData, text);
-            return Err(Error::io("reading", &self.facts.uri, error));
+            )));
         }
         Ok(values)
     }
@@ -150,7 +143,7 @@ impl RedisSource {
     fn refuse_cluster(&self, budget: &RetryBudget<'_>) -> Result<()> {
         let mut info = Pipeline::new();
         info.cmd("CLUSTER").arg("INFO");
-        let replies = match self.send(&info, SCAN_LEN, 0, budget) {
+        let (info,): (String,) = match self.send(&info, SCAN_LEN, budget) {
             // Other servers do not know the command, and users may not be allowed to send it.
             Err(Error::Io { error, .. })
                 if error.kind() == ErrorKind::InvalidData
@@ -160,8 +153,7 @@ impl RedisSource {
             }
             replies => replies?,
         };
-        let Some(Value::BulkString(info)) = replies.first() else { return Ok(()) };
-        match cluster_size(&String::from_utf8_lossy(info)) {
+        match cluster_size(&info) {
             0 | 1 => Ok(()),
             size => Err(Error::Unsupported(format!(
                 "`{}` is one of the {size} servers of a Redis cluster, which is not supported: each \
@@ -181,41 +173,22 @@ impl RedisSource {
             let mut scan = Pipeline::new();
             scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
             scan.arg("COUNT").arg(count);
-            let replies = match self.send(&scan, SCAN_LEN, 0, &budget()) {
-                // The names are long, so fewer of them fit into a reply.
-                Err(Error::Io { error, .. })
-                    if error.kind() == ErrorKind::InvalidData && count > 1 =>
-                {
-                    count = (count / COUNT_DIVISOR).max(1);
-                    continue;
-                }
-                replies => replies?,
-            };
-            let reply = match replies.into_iter().next() {
-                Some(Value::Array(reply)) => reply,
-                other => return Err(self.unexpected_reply("SCAN", format!("{other:?}"))),
-            };
-            let mut reply = reply.into_iter();
-            let (Some(Value::BulkString(next)), Some(Value::Array(found))) =
-                (reply.next(), reply.next())
-            else {
-                return Err(self.unexpected_reply("SCAN", "not a cursor and a list of keys"));
-            };
-            for key in found {
-                match key {
-                    Value::BulkString(key) => {
-                        key_bytes += key.len() + size_of_val(&key);
-                        if key_bytes > MAX_KEY_BYTES {
-                            let what = format!("more than {MAX_KEY_BYTES} bytes of keys");
-                            return Err(self.unexpected_reply("SCAN", what));
-                        }
-                        keys.push(key);
+            let ((next, found),): ((Vec<u8>, Vec<Vec<u8>>),) =
+                match self.send(&scan, SCAN_LEN, &budget()) {
+                    // The names are long, so fewer of them fit into a reply.
+                    Err(Error::Io { error, .. })
+                        if error.kind() == ErrorKind::InvalidData && count > 1 =>
+                    {
+                        count = (count / COUNT_DIVISOR).max(1);
+                        continue;
                     }
-                    other => {
-                        return Err(self.unexpected_reply("SCAN", format!("the key {other:?}")));
-                    }
-                }
+                    reply => reply?,
+                };
+            key_bytes += found.iter().map(|key| key.len() + size_of_val(key)).sum::<usize>();
+            if key_bytes > MAX_KEY_BYTES {
+                return Err(self.invalid(format!("more than {MAX_KEY_BYTES} bytes of keys")));
             }
+            keys.extend(found);
             if next == b"0" {
                 return Ok(keys);
             }
@@ -231,24 +204,16 @@ impl RedisSource {
     ) -> Result<Vec<StoredValue>> {
         let mut values = Vec::with_capacity(keys.len());
         for batch in keys.chunks(SCAN_COUNT) {
-            let mut lengths = Pipeline::new();
+            let mut lengths = Pipeline::with_capacity(batch.len());
             for (_, key) in batch {
-                lengths.add_command(cmd("STRLEN").arg(key).clone());
+                lengths.cmd("STRLEN").arg(key);
             }
-            for ((start, key), len) in batch.iter().zip(self.send(
-                &lengths,
-                REPLY_OVERHEAD * batch.len() as u64,
-                0,
-                &budget(),
-            )?) {
-                let len = match len {
-                    Value::Int(len) => u64::try_from(len).unwrap_or(0),
-                    other => return Err(self.unexpected_reply("STRLEN", format!("{other:?}"))),
-                };
+            let max_bytes = REPLY_OVERHEAD * batch.len() as u64;
+            let lens: Vec<i64> = self.send(&lengths, max_bytes, &budget())?;
+            for ((start, key), len) in batch.iter().zip(lens) {
+                let len = u64::try_from(len).unwrap_or(0);
                 if start.checked_add(len).is_none() {
-                    return Err(
-                        self.unexpected_reply("STRLEN", format!("{len} for a value at {start}"))
-                    );
+                    return Err(self.invalid(format!("{len} bytes of a value at {start}")));
                 }
                 // The value of a tensor without data shares its position with the next one.
                 if len > 0 {
@@ -262,36 +227,27 @@ impl RedisSource {
     /// Returns the parts of values that hold the bytes from `start` to `end` of the file. Stops
     /// after about as much as one batch should hold.
     fn value_ranges(&self, start: u64, end: u64) -> Result<Vec<ValueRange<'_>>> {
-        let mut pieces = Vec::new();
-        let mut at = start;
         let stop = end.min(start.saturating_add(self.batch_len()));
-        let mut number = self.values.partition_point(|value| value.start <= start);
-        number = number.saturating_sub(1);
-        while at < stop && pieces.len() < BATCH_COMMANDS {
-            let next = self.values.get(number + 1).map_or(u64::MAX, |next| next.start);
-            let value = self.values.get(number).filter(|value| value.start <= at);
-            let Some(value) = value.filter(|value| at < next && value.start + value.len > at)
-            else {
-                if next <= at {
-                    number += 1;
-                    continue;
-                }
-                let text = format!(
-                    "no key of the database holds byte {at} of the file: a key was removed, or the \
-                     file is incomplete"
-                );
-                let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
-                return Err(Error::io("reading", &self.facts.uri, error));
-            };
-            let until =
-                (value.start + value.len).min(next).min(stop).min(at.saturating_add(COMMAND_LEN));
-            pieces.push(ValueRange { value, start: at, len: until - at });
-            at = until;
-            if at == value.start + value.len || at == next {
-                number += 1;
+        let first = self.values.partition_point(|value| value.start <= start).saturating_sub(1);
+        let values = self.values.get(first..).unwrap_or(&[]);
+        let next_starts = values.iter().skip(1).map(|next| next.start).chain([u64::MAX]);
+        let (mut pieces, mut at) = (Vec::new(), start);
+        for (value, next_start) in values.iter().zip(next_starts) {
+            let end = (value.start + value.len).min(next_start).min(stop);
+            while value.start <= at && at < end && pieces.len() < BATCH_COMMANDS {
+                let len = (end - at).min(COMMAND_LEN);
+                pieces.push(ValueRange { value, start: at, len });
+                at += len;
+            }
+            if at == stop || pieces.len() == BATCH_COMMANDS {
+                return Ok(pieces);
             }
         }
-        Ok(pieces)
+        let what = format!(
+            "no key of the database holds byte {at} of the file: a key was removed, or the file is \
+             incomplete"
+        );
+        Err(Error::failed("reading", &self.facts.uri, ErrorKind::UnexpectedEof, what))
     }
 }
 
@@ -325,25 +281,24 @@ struct ValueRange<'s> {
 }
 
 impl ValueRange<'_> {
-    fn command(&self) -> redis::Cmd {
+    fn add_command(&self, commands: &mut Pipeline) {
         if self.len == self.value.len {
-            return cmd("GET").arg(&self.value.key).clone();
+            commands.cmd("GET").arg(&self.value.key);
+        } else {
+            let first = self.start - self.value.start;
+            let range = commands.cmd("GETRANGE").arg(&self.value.key);
+            range.arg(first).arg(first + self.len - 1);
         }
-        let first = self.start - self.value.start;
-        cmd("GETRANGE").arg(&self.value.key).arg(first).arg(first + self.len - 1).clone()
     }
 }
 
 /// The pattern of all keys with a prefix; its own special characters mean themselves.
 fn pattern(prefix: &str) -> String {
-    let mut pattern = String::with_capacity(prefix.len() + 2);
-    for letter in prefix.chars() {
-        if matches!(letter, '*' | '?' | '[' | ']' | '\\' | '^' | '-') {
-            pattern.push('\\');
-        }
-        pattern.push(letter);
-    }
-    pattern + ":*"
+    let escaped = prefix.chars().flat_map(|letter| {
+        let is_special = matches!(letter, '*' | '?' | '[' | ']' | '\\' | '^' | '-');
+        is_special.then_some('\\').into_iter().chain([letter])
+    });
+    escaped.chain([':', '*']).collect()
 }
 
 /// The number after the last colon.
@@ -369,48 +324,35 @@ impl ReadAt for RedisSource {
         }
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        let end = offset.saturating_add(buffers.remaining() as u64).min(self.end);
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
+        let end = offset.saturating_add(into.remaining() as u64).min(self.end);
         if end <= offset {
             return Ok(0);
         }
         let pieces = self.value_ranges(offset, end)?;
         let mut commands = Pipeline::with_capacity(pieces.len());
         for piece in &pieces {
-            commands.add_command(piece.command());
+            piece.add_command(&mut commands);
         }
         let max_bytes = pieces.iter().map(|piece| piece.len + REPLY_OVERHEAD).sum();
         let budget = RetryBudget::new("reading", &self.facts.uri, &self.options, cancel);
-        let replies = self.send(&commands, max_bytes, offset, &budget)?;
+        budget.position.set(offset);
+        let replies: Vec<Vec<u8>> = self.send(&commands, max_bytes, &budget)?;
         let mut done = 0;
-        for (piece, reply) in pieces.iter().zip(replies) {
-            let bytes = match reply {
-                Value::BulkString(bytes) => bytes,
-                Value::Nil => Vec::new(),
-                other => return Err(self.unexpected_reply("GETRANGE", format!("{other:?}"))),
-            };
+        for (piece, bytes) in pieces.iter().zip(replies) {
             if bytes.len() as u64 != piece.len {
-                let failure = Failure::permanent(
-                    ErrorKind::InvalidData,
-                    format!(
-                        "the value of `{}` changed while it was read: expected {} bytes from {} \
-                         on, found {}",
-                        Escaped(&String::from_utf8_lossy(&piece.value.key)),
-                        piece.len,
-                        piece.start - piece.value.start,
-                        bytes.len()
-                    ),
-                );
-                return Err(Error::io("reading", &self.facts.uri, failure.error));
+                return Err(self.invalid(format!(
+                    "the value of `{}` changed while it was read: expected {} bytes from {} on, \
+                     found {}",
+                    Escaped(&String::from_utf8_lossy(&piece.value.key)),
+                    piece.len,
+                    piece.start - piece.value.start,
+                    bytes.len()
+                )));
             }
-            done += buffers.fill_from(&bytes);
+            done += into.fill_from(&bytes);
         }
-        buffers.arrived(done as u64);
+        into.arrived(done as u64);
         Ok(done)
     }
 }

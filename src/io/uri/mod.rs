@@ -7,7 +7,7 @@ mod scheme;
 mod target;
 
 pub use model::{open_file, open_model, open_path};
-#[cfg(all(feature = "clouds", feature = "s3"))]
+#[cfg(any(feature = "clouds", feature = "s3"))]
 pub use open::create_object;
 pub use open::{create, display_address, open};
 pub use path_hint::path_hint;

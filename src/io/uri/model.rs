@@ -18,11 +18,12 @@ use crate::io::local::{FileSource, Pipe};
 use crate::io::{OpenOptions, ReadAt, StreamSource};
 
 /// Kinds of files that are opened in a folder without a file of [`MODEL_FILE_NAMES`], if there is
-/// only one of the kind; `.tensors` files come after them.
-const UNIQUE_KINDS: [fn(&str) -> bool; 3] = [
+/// only one of the kind. The last one is that of `.tensors` files.
+const UNIQUE_KINDS: [fn(&str) -> bool; 4] = [
     |name| is_index_name(name, ".safetensors"),
     |name| name.ends_with(".safetensors"),
     |name| is_index_name(name, ".bin"),
+    |name| name.ends_with(".tensors") && !name.starts_with('.'),
 ];
 
 /// Opens a local path: a file, a pipe, or the file of a folder.
@@ -69,11 +70,9 @@ fn file_in_folder(folder: &Path) -> Result<PathBuf> {
     }
     names.sort_unstable();
     let is_checkpoint = CHECKPOINTS.iter().any(|name| names.iter().any(|found| found == name));
-    let is_tensors_file: fn(&str) -> bool =
-        |name| name.ends_with(".tensors") && !name.starts_with('.');
     // The `.tensors` files of a checkpoint have only parts of its tensors.
-    let kinds = UNIQUE_KINDS.into_iter().chain((!is_checkpoint).then_some(is_tensors_file));
-    for is_wanted in kinds {
+    let skipped = usize::from(is_checkpoint);
+    for is_wanted in UNIQUE_KINDS.iter().take(UNIQUE_KINDS.len() - skipped) {
         let mut found = names.iter().filter(|name| is_wanted(name));
         match (found.next(), found.next()) {
             (Some(only), None) => return Ok(folder.join(only)),
@@ -113,7 +112,7 @@ pub fn open_model(
         itself.then(|| uri.to_owned()).into_iter().chain(in_folder).collect();
     let is_cached = |uri: &&String| {
         display_address(uri)
-            .is_some_and(|display_address| options.cached_heads.of(&display_address).is_some())
+            .is_some_and(|display_address| options.cached_heads.contains_key(&display_address))
     };
     if let Some(uri) = candidates.iter().find(is_cached) {
         return open(uri, options, cancel);

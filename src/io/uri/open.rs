@@ -7,41 +7,29 @@ use super::scheme::{Address, Service, parse};
 use super::target::create_file;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-#[cfg(feature = "hf")]
-use crate::io::hf;
-#[cfg(feature = "http")]
-use crate::io::http;
 use crate::io::local::FileSource;
-#[cfg(all(feature = "clouds", feature = "s3"))]
-use crate::io::object::UploadSink;
-#[cfg(feature = "clouds")]
-use crate::io::object::cloud;
-#[cfg(feature = "s3")]
-use crate::io::object::s3;
-#[cfg(feature = "redis")]
-use crate::io::redis;
-use crate::io::{OpenOptions, ReadAt, WriteAt};
+#[cfg(any(feature = "clouds", feature = "s3"))]
+use crate::io::object::{self, UploadSink};
+use crate::io::{self, OpenOptions, ReadAt, WriteAt};
 
 /// Opens an address or a local path for reading, without a request if the head of its file is
 /// cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
-    // Both options apply to servers only.
-    let _ = (options, cancel);
     let scheme = match parse(OsStr::new(uri))? {
         Address::Path(path) => return Ok(Arc::new(FileSource::open(&path)?)),
         Address::Server(scheme) => scheme,
     };
     match scheme.service {
         #[cfg(feature = "http")]
-        Service::Http => http::open(uri, options, cancel),
+        Service::Http => io::http::open(uri, options, cancel),
         #[cfg(feature = "s3")]
-        Service::S3 => s3::open(uri, options, cancel),
+        Service::S3 => object::s3::open(uri, options, cancel),
         #[cfg(feature = "hf")]
-        Service::Hub => hf::open(uri, options, cancel),
+        Service::Hub => io::hf::open(uri, options, cancel),
         #[cfg(feature = "clouds")]
-        Service::Cloud => cloud::open(uri, options, cancel),
+        Service::Cloud => object::cloud::open(uri, options, cancel),
         #[cfg(feature = "redis")]
-        Service::Redis => redis::open(uri, &options.transport, cancel),
+        Service::Redis => io::redis::open(uri, &options.transport, cancel),
         #[allow(unreachable_patterns)] // With all features there is no other.
         _ => Err(Error::Unsupported(format!(
             "cannot open `{}://` addresses: this build was made without that feature",
@@ -51,12 +39,14 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
 }
 
 /// Creates an object of a server.
-#[cfg(all(feature = "clouds", feature = "s3"))]
+#[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn create_object(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
     match parse(OsStr::new(uri))? {
         Address::Server(scheme) => match scheme.service {
-            Service::S3 => s3::create(uri, options, cancel),
-            Service::Cloud => cloud::create(uri, options, cancel),
+            #[cfg(feature = "s3")]
+            Service::S3 => object::s3::create(uri, options, cancel),
+            #[cfg(feature = "clouds")]
+            Service::Cloud => object::cloud::create(uri, options, cancel),
             _ => Err(scheme.unwritable_error()),
         },
         Address::Path(path) => Err(Error::InvalidArgument(format!(
@@ -68,17 +58,12 @@ pub fn create_object(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> R
 
 /// Creates a file at an address or a local path.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
-    let _ = (options, cancel);
-    let scheme = match parse(OsStr::new(uri))? {
-        Address::Path(path) => return Ok(Box::new(create_file(&path)?)),
-        Address::Server(scheme) => scheme,
-    };
-    match scheme.service {
-        #[cfg(feature = "s3")]
-        Service::S3 => Ok(Box::new(s3::create(uri, options, cancel)?)),
-        #[cfg(feature = "clouds")]
-        Service::Cloud => Ok(Box::new(cloud::create(uri, options, cancel)?)),
-        _ => Err(scheme.unwritable_error()),
+    match parse(OsStr::new(uri))? {
+        Address::Path(path) => Ok(Box::new(create_file(&path)?)),
+        #[cfg(any(feature = "clouds", feature = "s3"))]
+        Address::Server(_) => Ok(Box::new(create_object(uri, options, cancel)?)),
+        #[cfg(not(any(feature = "clouds", feature = "s3")))]
+        Address::Server(scheme) => Err(scheme.unwritable_error()),
     }
 }
 
@@ -88,11 +73,11 @@ pub fn display_address(uri: &str) -> Option<String> {
     let Ok(Address::Server(scheme)) = parse(OsStr::new(uri)) else { return None };
     match scheme.service {
         #[cfg(feature = "http")]
-        Service::Http => http::display_address(uri),
+        Service::Http => io::http::display_address(uri),
         #[cfg(feature = "s3")]
-        Service::S3 => s3::display_address(uri),
+        Service::S3 => object::s3::display_address(uri),
         #[cfg(feature = "clouds")]
-        Service::Cloud => cloud::display_address(uri),
+        Service::Cloud => object::cloud::display_address(uri),
         _ => None,
     }
 }
