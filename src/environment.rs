@@ -357,7 +357,6 @@ fn edits(from: &str, to: &str) -> usize {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

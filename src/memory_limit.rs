@@ -282,5 +282,4 @@ fn share(bytes: u64) -> u64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

@@ -372,7 +372,6 @@ fn united(ranges: impl Iterator<Item = Range<u64>>, unit: u64, data_len: u64) ->
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::api::file::TensorFile;

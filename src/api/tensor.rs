@@ -110,7 +110,6 @@ pub(super) fn check_element_type<T: Element>(name: &Name, found: DType) -> Resul
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

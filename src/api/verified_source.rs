@@ -156,7 +156,7 @@ impl ReadAt for VerifiedSource {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

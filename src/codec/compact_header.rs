@@ -160,7 +160,6 @@ impl std::fmt::Display for HashValue {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::codec::hash::digest;

@@ -147,7 +147,7 @@ fn failed(entry: &Entry, uri: &str, what: String) -> Error {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

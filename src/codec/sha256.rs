@@ -118,7 +118,7 @@ impl Sha256 {
 }
 
 #[cfg(test)]
-#[allow(clippy::indexing_slicing, clippy::cast_possible_truncation)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
     use sha2::Digest as _;

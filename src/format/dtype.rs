@@ -219,7 +219,6 @@ impl std::fmt::Display for DType {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -72,7 +72,6 @@ impl SaveTurn {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

@@ -108,7 +108,6 @@ impl<S: Stream> ReadAt for StreamSource<S> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
 

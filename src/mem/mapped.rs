@@ -57,7 +57,6 @@ pub fn is_mapped(file: &File) -> io::Result<bool> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -37,7 +37,6 @@ impl<'a, T> SliceRemainder<'a, T> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -97,7 +97,6 @@ pub fn is_on_fuse(file: &File) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

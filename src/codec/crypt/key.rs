@@ -59,7 +59,6 @@ impl fmt::Debug for Key {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -232,7 +232,6 @@ impl std::fmt::Debug for DecryptionOptions {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

@@ -78,7 +78,6 @@ impl AsRef<[u8]> for ScratchBytes {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -274,7 +274,6 @@ impl<'de> Deserialize<'de> for StringMap {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use proptest::prelude::*;
     use serde_json::{Map, Value, json};

@@ -112,7 +112,6 @@ fn text<'b>(cursor: &mut Cursor<'b>, what: &str) -> Result<&'b str, Malformed> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use proptest::prelude::*;
 

@@ -46,7 +46,6 @@ pub fn find(space: &[u8], at: u64) -> IndexTrailer {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use proptest::prelude::*;
 

@@ -14,5 +14,5 @@ pub use folder::Cache;
 pub use source::NOT_CACHED;
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests;

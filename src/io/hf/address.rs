@@ -140,7 +140,6 @@ fn end_of_revision(rest: &str) -> usize {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -101,7 +101,6 @@ pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<Fir
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

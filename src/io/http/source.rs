@@ -165,28 +165,23 @@ impl ReadAt for HttpSource {
         Capabilities { reader_memory: found.reader_memory + sends_ahead, merge_gap, ..found }
     }
 
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
         let RemoteFile { uri, url, transport, validators, .. } = &self.file;
         let len = validators.len.unwrap_or(u64::MAX);
-        let end = offset.saturating_add(buffers.remaining() as u64).min(len);
+        let end = offset.saturating_add(into.remaining() as u64).min(len);
         if end <= offset {
             return Ok(0);
         }
         let mut done = offset;
         if let Some(from_head) = self.head.get(to_usize(offset)..) {
-            done += buffers.fill_from(from_head) as u64;
+            done += into.fill_from(from_head) as u64;
         }
         if done < end {
             let budget = RetryBudget::new("reading", uri, transport, cancel);
             budget.position.set(done);
             let read = retry::run(&budget, || {
                 let range = ByteRange { start: done, end };
-                let outcome = self.attempt(range, buffers, &mut done, &budget);
+                let outcome = self.attempt(range, into, &mut done, &budget);
                 budget.position.set(done);
                 outcome
             });

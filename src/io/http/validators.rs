@@ -141,7 +141,6 @@ fn tag_text(value: &HeaderValue) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -268,7 +268,7 @@ impl ReadAt for DirectReader {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

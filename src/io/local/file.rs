@@ -208,7 +208,6 @@ impl ReadAt for OwnHandle<'_> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

@@ -201,7 +201,6 @@ pub fn cluster_size(info: &str) -> u64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -204,7 +204,6 @@ impl CredentialClient {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::io::transport::Trust;

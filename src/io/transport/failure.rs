@@ -126,7 +126,6 @@ pub fn refused_socket(kind: ErrorKind, text: &str) -> Option<Failure> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

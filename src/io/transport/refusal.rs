@@ -184,7 +184,6 @@ fn asked_pause(headers: &HeaderMap) -> Option<Duration> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -116,7 +116,6 @@ pub fn connection_failure(error: &(dyn Error + 'static), hint: &str) -> Failure 
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::timer::{elapsed, pause, sleep};
     use super::*;

@@ -169,7 +169,6 @@ fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use object_store::client::HttpRequestBody;
 

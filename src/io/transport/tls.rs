@@ -158,7 +158,6 @@ fn client_files() -> Result<Option<ClientFiles>, String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

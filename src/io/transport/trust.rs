@@ -119,7 +119,6 @@ fn certificates_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -127,7 +127,7 @@ pub fn open_model(
     Err(missing.filter(|_| itself).unwrap_or_else(|| {
         let what = format!("there is none of {EXPECTED_MODEL_FILES}");
         let display_address = display_address(uri).unwrap_or_else(|| uri.to_owned());
-        Error::io("opening", &display_address, io::Error::new(ErrorKind::NotFound, what))
+        Error::failed("opening", &display_address, ErrorKind::NotFound, what)
     }))
 }
 

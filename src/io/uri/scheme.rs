@@ -117,7 +117,6 @@ fn split_scheme(uri: &[u8]) -> Option<(String, &[u8])> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

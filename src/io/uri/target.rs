@@ -51,7 +51,6 @@ pub fn check_tensors_name(uri: &str, allows_torch: bool) -> Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -82,7 +82,6 @@ impl CloudAddress {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -58,7 +58,7 @@ pub fn with_anonymous_hint(error: Error, cloud: Cloud) -> Error {
     match error {
         Error::Io { action, uri, error } => {
             let what = format!("{error} (no credentials were found: set {name}, for example)");
-            Error::io(action, &uri, std::io::Error::new(error.kind(), what))
+            Error::failed(action, &uri, error.kind(), what)
         }
         other => other,
     }

@@ -91,7 +91,6 @@ impl Sign for CloudSigner {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::atomic::Ordering;
 

@@ -252,7 +252,6 @@ impl CloudObject {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

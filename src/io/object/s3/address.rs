@@ -79,7 +79,6 @@ fn split_bucket(object: &str) -> (&str, &str) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

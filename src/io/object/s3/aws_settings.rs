@@ -85,7 +85,7 @@ pub async fn check_profile(uri: &str) -> Result<()> {
         variable.unwrap_or("AWS_PROFILE"),
         Escaped(&profile)
     );
-    Err(Error::io("opening", uri, std::io::Error::new(ErrorKind::PermissionDenied, what)))
+    Err(Error::failed("opening", uri, ErrorKind::PermissionDenied, what))
 }
 
 /// The first variable, or setting of the profile, that shows that AWS is used.

@@ -45,7 +45,6 @@ impl TimeSource for ServerClock {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::time::Duration;
 

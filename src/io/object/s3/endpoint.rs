@@ -177,7 +177,6 @@ fn endpoint_url(endpoint: &str, force_http: bool, http_allowed: bool) -> Result<
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

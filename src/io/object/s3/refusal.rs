@@ -170,7 +170,6 @@ pub fn cause<T: Error + 'static>(error: &dyn Error) -> Option<&T> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use aws_sdk_s3::error::ConnectorError;
     use aws_sdk_s3::operation::put_object::PutObjectError;

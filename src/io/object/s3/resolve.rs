@@ -3,7 +3,7 @@
 //! objects are read anonymously. [`super::server_choice`] has the rules for the server.
 
 use std::ffi::OsStr;
-use std::io::{Error as IoError, ErrorKind};
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use aws_config::{BehaviorVersion, SdkConfig};
@@ -290,7 +290,7 @@ async fn chain_credentials(
         Err(MissingCredentials::Absent) => Ok(None),
         Err(MissingCredentials::Failed(failure)) => {
             let what = failure.error.to_string();
-            Err(Error::io("opening", uri, IoError::new(ErrorKind::PermissionDenied, what)))
+            Err(Error::failed("opening", uri, ErrorKind::PermissionDenied, what))
         }
     }
 }
@@ -307,7 +307,6 @@ fn requester_pays(value: Option<&OsStr>) -> Result<bool> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

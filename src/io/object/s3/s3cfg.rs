@@ -65,7 +65,6 @@ impl S3Cfg {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

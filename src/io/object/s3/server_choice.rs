@@ -72,7 +72,6 @@ pub fn choose(known: KnownSettings<'_>) -> Result<ServerChoice, String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::StatedKeys::{Both, Empty, None as Nothing};
     use super::*;

@@ -1,6 +1,6 @@
 //! Writing objects of S3: multipart uploads by AWS's SDK.
 
-use std::io::{Error as IoError, ErrorKind};
+use std::io::ErrorKind;
 use std::sync::{Arc, OnceLock};
 
 use aws_sdk_s3::Client;
@@ -42,8 +42,7 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<U
             resolved.host(),
             super::refusal::WAYS
         );
-        let error = IoError::new(ErrorKind::PermissionDenied, what);
-        return Err(Error::io("opening", &display_address, error));
+        return Err(Error::failed("opening", &display_address, ErrorKind::PermissionDenied, what));
     }
     let names = (display_address.clone(), format!("{:?} {display_address}", resolved.server));
     let object = S3Object {
@@ -285,7 +284,6 @@ fn body(bytes: &Bytes) -> ByteStream {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::atomic::Ordering;
 

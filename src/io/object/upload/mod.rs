@@ -353,8 +353,7 @@ impl WriteAt for UploadSink {
 
     fn read_back(&self, offset: u64, _buffer: &mut [u8]) -> Result<()> {
         let what = format!("byte {offset} was sent already");
-        let error = std::io::Error::new(ErrorKind::Unsupported, what);
-        Err(Error::io("reading back", self.uri(), error))
+        Err(Error::failed("reading back", self.uri(), ErrorKind::Unsupported, what))
     }
 
     fn insert(&self, at: u64, end: u64, len: u64, _cancel: &dyn Cancel) -> Result<u64> {

@@ -137,7 +137,6 @@ impl PartPlan {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::memory::{DEFAULT_WRITERS, UploadBudget};
     use super::*;
