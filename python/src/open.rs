@@ -141,13 +141,11 @@ pub fn open(
         return Err(PyTypeError::new_err(what).into());
     }
     let size: Option<u64> = options.get("size")?;
-    let object = PyFile::new(file.clone().unbind(), uri(), size);
+    let facts = Facts { uri: uri(), ..Facts::default() };
+    let object = PyFile::new(file.clone().unbind(), facts.uri.clone(), size);
     let source: Arc<dyn ReadAt> = match size {
         Some(_) => Arc::new(object),
-        None => {
-            let facts = Facts { uri: uri(), ..Facts::default() };
-            Arc::new(StreamSource::with_facts(object, base, facts))
-        }
+        None => Arc::new(StreamSource::with_facts(object, base, facts)),
     };
     Ok(Source::new(source, base))
 }

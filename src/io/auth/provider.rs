@@ -53,7 +53,8 @@ pub struct ProviderState {
 
 #[derive(Default)]
 struct Known {
-    provider: Option<LibraryProvider>,
+    /// The provider, and the time at which it was made.
+    provider: Option<(LibraryProvider, Instant)>,
     last: Option<LastCredential>,
     /// True once there were credentials. After that, a failure to get them does not prove that
     /// there are none.
@@ -104,10 +105,11 @@ impl CredentialProvider {
     async fn ask(&self, state: &ProviderState) -> Found {
         let made = unpoisoned(state.known.lock()).provider.clone();
         let provider = match made {
-            Some(provider) => provider,
+            Some((provider, _)) => provider,
             None => {
                 let made = (self.make)().await?;
-                unpoisoned(state.known.lock()).provider.insert(made).clone()
+                let made = (made, clock::now());
+                unpoisoned(state.known.lock()).provider.insert(made).0.clone()
             }
         };
         provider().await
@@ -171,7 +173,8 @@ impl ProviderState {
         let mut known = unpoisoned(self.known.lock());
         // Another thread may have renewed them since.
         if known.last.as_ref().is_none_or(|last| last.since <= used) {
-            (known.provider, known.last) = (None, None);
+            known.last = None;
+            known.provider.take_if(|(_, made)| *made <= used);
         }
     }
 }
@@ -183,7 +186,7 @@ mod tests {
     impl CredentialProvider {
         /// Replaces the provider of the library.
         pub fn use_provider(&self, provider: LibraryProvider) {
-            unpoisoned(self.state.get().known.lock()).provider = Some(provider);
+            unpoisoned(self.state.get().known.lock()).provider = Some((provider, clock::now()));
         }
     }
 }

@@ -113,7 +113,8 @@ impl TemporaryNames {
     fn mount_id_of(&self, name: &str) -> Option<u32> {
         let numbers = name.strip_prefix(&self.prefix)?.strip_suffix(LOCKED_SUFFIX)?;
         let (mount_id, unique) = numbers.split_once('-')?;
-        let number = |text: &str| u32::from_str_radix(text, 16).ok().filter(|_| text.len() == 8);
+        let is_number = |text: &str| text.len() == 8 && !text.starts_with('+');
+        let number = |text| u32::from_str_radix(text, 16).ok().filter(|_| is_number(text));
         number(mount_id).filter(|_| number(unique).is_some())
     }
 }

@@ -37,10 +37,10 @@ impl ReceiveLimit {
     }
 }
 
-type Stream = Box<dyn AsyncStream + Send + Unpin>;
+type RedisStream = Box<dyn AsyncStream + Send + Unpin>;
 
 /// A connection whose reads fail as soon as more bytes have arrived than the limit allows.
-pub type BoundedConnection = Join<BoundedReader, WriteHalf<Stream>>;
+pub type BoundedConnection = Join<BoundedReader, WriteHalf<RedisStream>>;
 
 /// Connects to a server, and encrypts the connection if `tls` is given.
 pub async fn connect(
@@ -51,7 +51,7 @@ pub async fn connect(
     let addresses = lookup(host, port).await?;
     let tcp = TcpStream::connect(&*addresses).await?;
     tcp.set_nodelay(true)?;
-    let stream: Stream = match tls {
+    let stream: RedisStream = match tls {
         None => Box::new(tcp),
         Some(tls) => {
             let name = ServerName::try_from(host.to_owned());
@@ -65,7 +65,7 @@ pub async fn connect(
 
 /// The part of a connection that reads.
 pub struct BoundedReader {
-    stream: ReadHalf<Stream>,
+    stream: ReadHalf<RedisStream>,
     limit: ReceiveLimit,
 }
 

@@ -13,9 +13,14 @@ use aws_smithy_runtime_api::client::http::{
 };
 use reqwest::{Body, Request, Url};
 
+use super::redirects::secrets;
+use super::refusal::hide;
 use super::send::read_document;
 use super::trust::AWS_CREDENTIALS_SETTINGS;
 use super::{Client, CredentialClient, Failure, TransportOptions, UploadBody};
+
+/// The header with the token of temporary credentials.
+const TOKEN: &str = "x-amz-security-token";
 
 /// Sends the SDK's requests. Errors carry a [`Failure`].
 #[derive(Debug, Clone)]
@@ -36,9 +41,14 @@ impl SdkClient {
         let counted = Arc::clone(&self.sent);
         let request =
             Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
+        let token = request.headers().get(TOKEN).and_then(|token| token.to_str().ok());
+        let secrets = secrets(&request, token.into_iter());
         let mut response = self.client.send(request, Some(&self.sent)).await?;
         // The SDK reads no objects in this way, only the documents of its API.
-        let body = read_document(&mut response, self.client.config.stall).await?;
+        let mut body = read_document(&mut response, self.client.config.stall).await?;
+        if !response.status().is_success() {
+            body = hide(String::from_utf8_lossy(&body).into_owned(), &secrets).into_bytes();
+        }
         let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
         let mut whole = HttpResponse::new(status, SdkBody::from(body));
         for (name, value) in response.headers() {

@@ -35,7 +35,7 @@ mod upload_body;
 #[cfg(feature = "http")]
 pub(crate) use self::{
     client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW},
-    redirects::{RequestTarget, follow},
+    redirects::{RequestTarget, follow, secrets},
     refusal::{ErrorDocument, is_transient, refusal, status_failure},
     send::{read_beginning, read_chunk, read_document},
 };

@@ -157,12 +157,12 @@ fn unusable_proxy((name, value): (&str, String)) -> Option<String> {
 /// An error of a connector.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 /// Connects by TCP.
-pub type TcpConnector = HttpConnector<ServiceFn<fn(Name) -> Found>>;
-type Found = Pin<Box<dyn Future<Output = io::Result<vec::IntoIter<SocketAddr>>> + Send>>;
+pub type TcpConnector = HttpConnector<ServiceFn<fn(Name) -> LookedUp>>;
+type LookedUp = Pin<Box<dyn Future<Output = io::Result<vec::IntoIter<SocketAddr>>> + Send>>;
 type PlainOrTls = MaybeHttpsStream<TokioIo<TcpStream>>;
 
 /// Looks up names for [`TcpConnector`].
-pub fn resolver() -> ServiceFn<fn(Name) -> Found> {
+pub fn resolver() -> ServiceFn<fn(Name) -> LookedUp> {
     service_fn(|name| Box::pin(async move { Ok(lookup(name.as_str(), 0).await?.into_iter()) }))
 }
 

@@ -19,6 +19,16 @@ const MAX_REDIRECTS: usize = 10;
 /// Adds credentials to a request that depend on the rest of it, such as a signature.
 pub type Authorize = Arc<dyn Fn(&mut Request) -> Result<(), Failure> + Send + Sync>;
 
+/// Texts that a message must not have: values of these headers, credentials, values of the query.
+pub fn secrets<'h>(request: &'h Request, headers: impl Iterator<Item = &'h str>) -> Vec<String> {
+    let added = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let headers = headers.chain(added).flat_map(|value| value.split(' '));
+    let query = request.url().query_pairs().map(|(_, value)| value.into_owned());
+    let password = request.url().password().map(str::to_owned);
+    let all = headers.map(str::to_owned).chain(query).chain(password);
+    all.filter(|text| text.len() >= SHORTEST_SECRET).collect()
+}
+
 /// A URL, and the headers and credentials that are sent there.
 #[derive(Clone)]
 pub struct RequestTarget {
@@ -37,20 +47,14 @@ impl RequestTarget {
         RequestTarget { authorize: Some(authorize), ..self }
     }
 
-    /// Texts that a message must not have: values of headers, and of the query.
+    /// Texts that a message must not have.
     pub fn secrets(&self) -> Vec<String> {
         let mut request = Request::new(Method::GET, self.url.clone());
         if let Some(authorize) = &self.authorize {
             // Credentials that cannot be added were not sent.
             let _ = authorize(&mut request);
         }
-        let added = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let headers = self.headers.iter().map(|(_, value)| value.as_str()).chain(added);
-        let headers = headers.flat_map(|value| value.split(' '));
-        let query = request.url().query_pairs().map(|(_, value)| value.into_owned());
-        let password = self.url.password().map(str::to_owned);
-        let all = headers.map(str::to_owned).chain(query).chain(password);
-        all.filter(|text| text.len() >= SHORTEST_SECRET).collect()
+        secrets(&request, self.headers.iter().map(|(_, value)| value.as_str()))
     }
 
     /// A file in the same folder, requested in the same way.

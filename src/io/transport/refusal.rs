@@ -93,11 +93,14 @@ impl ErrorDocument {
 
     /// The same without texts that the request has as secrets.
     pub fn without(self, secrets: &[String]) -> Self {
-        let hide = |text: String| {
-            secrets.iter().fold(text, |text, secret| text.replace(secret.as_str(), "..."))
-        };
-        ErrorDocument { code: self.code.map(hide), message: self.message.map(hide) }
+        let [code, message] = [self.code, self.message].map(|text| Some(hide(text?, secrets)));
+        ErrorDocument { code, message }
     }
+}
+
+/// A text without secrets.
+pub fn hide(text: String, secrets: &[String]) -> String {
+    secrets.iter().fold(text, |text, secret| text.replace(secret.as_str(), "..."))
 }
 
 impl fmt::Display for ErrorDocument {

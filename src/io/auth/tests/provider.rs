@@ -10,14 +10,12 @@ use aws_credential_types::provider::{self, SharedCredentialsProvider, future};
 use aws_sdk_s3::config::ProvideCredentials;
 
 use crate::io::auth::aws::{library, missing_of_aws};
-use crate::io::auth::library::{CloudCredential, MissingCredentials};
+use crate::io::auth::library::{CloudCredential, Found, MissingCredentials};
 use crate::io::auth::provider::{
     CredentialProvider, MakingProvider, ProviderState, renew_at, retry_at,
 };
 use crate::io::transport::Failure;
 use crate::sys::sync::unpoisoned;
-
-type Found = Result<(CloudCredential, Option<SystemTime>), MissingCredentials>;
 
 fn expiring(name: &str, seconds: i64) -> Credentials {
     let (now, by) = (SystemTime::now(), Duration::from_secs(seconds.unsigned_abs()));
@@ -130,11 +128,14 @@ impl ProvideCredentials for Counting {
 #[test]
 fn a_refused_credential_has_its_provider_made_anew() {
     let (made, asked) = (Mutex::new(0), Arc::new(Mutex::new(0)));
+    let counting = move |made| {
+        library(SharedCredentialsProvider::new(Counting { made, asked: Arc::clone(&asked) }))
+    };
+    let first_of_next = counting(9);
     let make = move || {
         let mut made = unpoisoned(made.lock());
         *made += 1;
-        let counting = Counting { made: *made, asked: Arc::clone(&asked) };
-        let found = library(SharedCredentialsProvider::new(counting));
+        let found = counting(*made);
         Box::pin(async { Ok(found) }) as MakingProvider
     };
     let provider = CredentialProvider::new(make, None);
@@ -149,6 +150,12 @@ fn a_refused_credential_has_its_provider_made_anew() {
     for _ in 0..3 {
         assert_eq!(get(), "provider 2, question 2");
     }
+    // A refusal that arrives late, while the next provider is asked.
+    let used = Instant::now();
+    provider.invalidate(used);
+    provider.use_provider(first_of_next);
+    provider.invalidate(used);
+    assert_eq!(get(), "provider 9, question 3");
 }
 
 #[test]

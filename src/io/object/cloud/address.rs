@@ -1,10 +1,13 @@
 //! Addresses of objects: `gs://bucket/key`, `az://container/blob`, and with an account's name
 //! `abfss://container@account.dfs.core.windows.net/blob`.
 
-use super::azure_account::parse_host;
 use crate::error::{Error, Result};
 use crate::io::auth::is_valid_name;
 use crate::io::transport::fits_in_url;
+
+/// Host endings of accounts. Credentials are sent to no other hosts.
+const HOSTS: [&str; 4] =
+    ["core.windows.net", "core.usgovcloudapi.net", "core.chinacloudapi.cn", "fabric.microsoft.com"];
 
 /// The cloud of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,6 +82,14 @@ impl CloudAddress {
         let (key, display_address) = (beside(&self.key), beside(&self.display_address));
         CloudAddress { display_address, key, ..self.clone() }
     }
+}
+
+/// The account of `account.dfs.core.windows.net`, and what the host ends with.
+pub fn parse_host(host: &str) -> Option<(String, String)> {
+    let host = host.to_ascii_lowercase();
+    let (account, rest) = host.split_once('.').filter(|(account, _)| is_valid_name(account))?;
+    let ending = rest.strip_prefix("dfs.").or_else(|| rest.strip_prefix("blob."))?;
+    HOSTS.contains(&ending).then(|| (account.to_owned(), ending.to_owned()))
 }
 
 #[cfg(test)]

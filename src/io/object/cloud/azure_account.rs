@@ -3,7 +3,7 @@
 use object_store::azure::AzureConfigKey;
 use reqwest::Url;
 
-use super::address::CloudAddress;
+use super::address::{CloudAddress, parse_host};
 use crate::error::{Error, Result};
 use crate::io::auth::azure::{self, AzureSettings, EMULATOR_URL};
 use crate::io::auth::{
@@ -14,9 +14,6 @@ use crate::io::transport::TransportOptions;
 /// The account of Azurite, and where it listens.
 const EMULATOR: (&str, &str) = ("devstoreaccount1", "http://127.0.0.1:10000");
 
-/// Host endings of accounts. Credentials are sent to no other hosts.
-const HOSTS: [&str; 4] =
-    ["core.windows.net", "core.usgovcloudapi.net", "core.chinacloudapi.cn", "fabric.microsoft.com"];
 const DEFAULT_ENDING: &str = "core.windows.net";
 
 /// The settings of the environment for a container.
@@ -180,14 +177,6 @@ impl AzureAccount {
             endpoint: self.endpoint.or(other.endpoint),
         }
     }
-}
-
-/// The account of `account.dfs.core.windows.net`, and what the host ends with.
-pub fn parse_host(host: &str) -> Option<(String, String)> {
-    let host = host.to_ascii_lowercase();
-    let (account, rest) = host.split_once('.').filter(|(account, _)| is_valid_name(account))?;
-    let ending = rest.strip_prefix("dfs.").or_else(|| rest.strip_prefix("blob."))?;
-    HOSTS.contains(&ending).then(|| (account.to_owned(), ending.to_owned()))
 }
 
 #[cfg(test)]

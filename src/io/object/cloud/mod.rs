@@ -5,9 +5,10 @@ mod authorize;
 mod azure;
 mod azure_account;
 mod bucket;
+mod create;
 mod google;
 mod read;
 mod request;
 
+pub use create::create;
 pub use read::{display_address, open};
-pub use request::create;

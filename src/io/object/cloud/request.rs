@@ -9,20 +9,15 @@ use bytes::Bytes;
 use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Body, Method, Request, StatusCode, Url};
 
-use super::address::{Cloud, CloudAddress};
+use super::address::Cloud;
 use super::authorize::{AZURE_VERSION, with_project_hint};
-use super::azure::{self, Blob};
-use super::bucket::{object_url, resolve, with_anonymous_hint};
-use super::google::{self, GoogleObject};
+use super::bucket::with_anonymous_hint;
 use crate::cancel::Cancel;
-use crate::error::{Error, Result};
-use crate::io::OpenOptions;
+use crate::error::Result;
 use crate::io::auth::CloudIdentity;
-use crate::io::object::upload::{
-    UploadProtocol, UploadRequests, UploadSink, confirm_if_present, new_mark,
-};
+use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{
-    Client, ErrorDocument, Failure, UploadBody, read_document, run_once, status_failure,
+    Client, ErrorDocument, Failure, UploadBody, read_document, secrets, status_failure,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
@@ -31,30 +26,6 @@ pub const COMBINE_LIMIT: Duration = Duration::from_secs(120);
 const DAMAGED: [&str; 3] = ["BadDigest", "Crc64Mismatch", "Md5Mismatch"];
 /// Error codes of servers that do not support the header with a checksum.
 const UNKNOWN_CHECKSUM: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
-
-/// Creates an object or a blob. Finds the server and the credentials; nothing is sent before a part
-/// is complete.
-pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
-    let address = CloudAddress::parse(uri)?;
-    let (cloud, display_address) = (address.cloud, address.display_address.clone());
-    let options = &options.transport;
-    // Finding credentials may need the network, on machines of a cloud.
-    let found = resolve(&address, options);
-    let (url, identity) = run_once(&display_address, options, cancel, found)?;
-    let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
-    let names = (display_address.clone(), url.to_string());
-    let tls = url.scheme() == "https";
-    let requests = UploadRequests::new(display_address, options.clone(), tls)?;
-    let checksums = AtomicBool::new(true);
-    let object = |mark: &'static str| -> Result<_> {
-        Ok(CloudObject { requests, cloud, url, identity, mark: (mark, new_mark()?), checksums })
-    };
-    let (object, limits): (Arc<dyn UploadProtocol>, _) = match cloud {
-        Cloud::Google => (Arc::new(GoogleObject(object(google::MARK)?)), google::LIMITS),
-        Cloud::Azure => (Arc::new(Blob(object(azure::MARK)?)), azure::LIMITS),
-    };
-    UploadSink::new(object, names, limits, options)
-}
 
 /// A request of an upload.
 pub struct UploadRequest<'a> {
@@ -106,6 +77,8 @@ pub struct CloudResponse {
     pub status: StatusCode,
     fields: HeaderMap,
     text: String,
+    /// Those of the request, which the text may repeat.
+    secrets: Vec<String>,
 }
 
 impl CloudResponse {
@@ -138,7 +111,7 @@ impl CloudResponse {
 
     /// The failure that it means.
     fn failure(&self) -> Failure {
-        let reason = ErrorDocument::read(&self.fields, self.text.as_bytes());
+        let reason = ErrorDocument::read(&self.fields, self.text.as_bytes()).without(&self.secrets);
         let what = format!("the server answered {}{reason}", self.status);
         if self.status.is_success() {
             // The body reports an error, or is incomplete.
@@ -160,13 +133,13 @@ impl CloudResponse {
 /// An object or blob, and the identity of requests.
 pub struct CloudObject {
     pub requests: UploadRequests<Client>,
-    cloud: Cloud,
-    url: Url,
-    identity: Option<CloudIdentity>,
+    pub cloud: Cloud,
+    pub url: Url,
+    pub identity: Option<CloudIdentity>,
     /// The name and the value of the header that marks an object of this upload.
-    mark: (&'static str, String),
+    pub mark: (&'static str, String),
     /// False once the server has turned out not to know checksums.
-    checksums: AtomicBool,
+    pub checksums: AtomicBool,
 }
 
 impl CloudObject {
@@ -242,12 +215,14 @@ impl CloudObject {
             }
             None => {}
         }
+        let secrets = secrets(&request, std::iter::empty());
         let mut client = client.clone();
         client.config.stall = stall;
         let mut response = client.send(request, Some(sent)).await?;
         let text = read_document(&mut response, stall).await?;
         let (status, fields) = (response.status(), response.headers().clone());
-        Ok(CloudResponse { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
+        let text = String::from_utf8_lossy(&text).into_owned();
+        Ok(CloudResponse { status, fields, text, secrets })
     }
 }
 
@@ -270,7 +245,7 @@ mod tests {
             let requests = UploadRequests::new("an object".to_owned(), transport, false).unwrap();
             let (account, checksums) = ("account".into(), AtomicBool::new(true));
             let identity = Some(CloudIdentity { account, quota_project: None, credentials });
-            let mark = (google::MARK, String::new());
+            let mark = ("x-mark", String::new());
             let object = CloudObject { requests, cloud, url, identity, mark, checksums };
             let bytes = Bytes::from_static(b"some bytes");
             while simulated_cloud.now() < 24 * 3600 {
