@@ -93,8 +93,9 @@ impl<S: Stream> ReadAt for StreamSource<S> {
                 self.facts.uri
             )));
         }
+        let mut unwanted = vec![0; STEP.min(to_usize(offset.saturating_sub(*position)))];
         while *position < offset {
-            let mut unwanted = vec![0; STEP.min(to_usize(offset - *position))];
+            unwanted.truncate(to_usize(offset - *position));
             let read = stream.read_next(&mut Buffers::from_slice(&mut unwanted), cancel);
             match read.map_err(failed)? {
                 0 => return Ok(0),

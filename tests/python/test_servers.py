@@ -330,6 +330,18 @@ def test_session_tokens_are_signed_and_no_address_has_a_secret(moto, tmp_path):
         assert not any("X-Amz" in path or "hu5hw0rd" in path for _, _, path in relay.requests)
 
 
+def test_the_region_of_a_source_profile_is_signed_for(moto, tmp_path, monkeypatch):
+    config = "[profile role]\nrole_arn = arn:aws:iam::1:role/r\nsource_profile = base\n"
+    (tmp_path / "aws").write_text(config + "[profile base]\nregion = cn-north-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
+    monkeypatch.setenv("AWS_PROFILE", "role")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    with Relay(moto.host) as relay:
+        write_and_read(**KEYS, s3_endpoint=relay.host, force_http=True)
+        assert all("/cn-north-1/s3/" in fields["authorization"] for fields in relay.fields)
+
+
 class Ahead(Relay):
     """Refuses requests of another day than its own, which is tomorrow."""
 

@@ -171,8 +171,9 @@ impl FileUrl {
         let (target, renew_at) = match signer.sign().await {
             Ok((target, renew_at)) => (Arc::new(target), renew_at),
             Err(failure) => {
-                // The old signature is used as long as the server accepts it.
-                let old = old.filter(|_| !failure.is_ended());
+                // The old signature is used as long as the server accepts it. Another thread may
+                // have found that it does not, or have made one.
+                let old = cached.lock().clone().filter(|_| !failure.is_ended());
                 return old.map(|old| (old.target, old.since)).ok_or(failure);
             }
         };

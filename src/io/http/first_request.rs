@@ -126,6 +126,10 @@ impl FirstRequest<'_> {
             bytes.resize(to_usize(range.end), 0);
             let mut buffers = Buffers::from_slice(&mut bytes);
             match scatter(response, range, &mut buffers, &mut done, budget).await {
+                // Only a proxy's answer may be too long, once.
+                Err(failure) if failure.error.kind() == ErrorKind::InvalidData => {
+                    return Err(failure.with_repeat(Repeat::Attempts));
+                }
                 Err(failure) if failure.repeat == Repeat::Never || done < SHORT_HEAD => {
                     return Err(failure);
                 }

@@ -129,7 +129,10 @@ impl DirectReader {
                 if got < planned.wanted {
                     // The end of the file, or a read that was cut short. A ring that has reads that
                     // were not submitted is not used again: plain reads continue.
-                    return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+                    if reads.submitted < reads.begun {
+                        return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+                    }
+                    return Ok(filled);
                 }
                 done += 1;
             }

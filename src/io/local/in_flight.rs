@@ -18,6 +18,8 @@ pub struct InFlightLimit {
 #[derive(Debug, Default)]
 struct InFlightState {
     under_way: usize,
+    /// Readers that wait.
+    waiting: usize,
     /// The time of the first read, and of the last change.
     first_begin: Option<Instant>,
     last_change: Option<Instant>,
@@ -56,7 +58,9 @@ impl InFlightLimit {
             if !wait {
                 return false;
             }
+            state.waiting += 1;
             state = unpoisoned(self.ended.wait(state));
+            state.waiting -= 1;
         }
         let more = state.under_way + 1;
         state.set_under_way(more);
@@ -65,10 +69,13 @@ impl InFlightLimit {
 
     /// Counts reads that have ended.
     pub fn release(&self, reads: usize) {
+        if reads == 0 {
+            return;
+        }
         let mut state = self.state();
         let fewer = state.under_way.saturating_sub(reads);
         state.set_under_way(fewer);
-        (0..reads).for_each(|_| self.ended.notify_one());
+        (0..reads.min(state.waiting)).for_each(|_| self.ended.notify_one());
     }
 
     /// The average number of reads under way from the first to the last, in thousandths, and the

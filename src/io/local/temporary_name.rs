@@ -11,7 +11,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::file::{is_at, open_no_follow, remove_if_at};
+use super::file::{open_no_follow, remove_if_at};
 use crate::sys;
 
 /// The suffix of locked files, which are stale once the lock is free.
@@ -64,8 +64,15 @@ impl TemporaryNames {
             }
             match sys::try_flock(&file) {
                 // Before the lock was taken, another writer may have removed the file as stale.
-                Ok(true) if is_at(&file, &path) => return Ok((file, path)),
-                Ok(_) => {}
+                Ok(true) => match fs::symlink_metadata(&path) {
+                    Ok(_) => return Ok((file, path)),
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                    Err(e) => {
+                        let _ = fs::remove_file(&path);
+                        return Err(e);
+                    }
+                },
+                Ok(false) => {}
                 Err(_) => {
                     fs::remove_file(&path)?;
                     ending = UNLOCKED_SUFFIX;

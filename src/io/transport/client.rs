@@ -94,6 +94,8 @@ impl ClientConfig {
     fn connector(&self, proxies: &Arc<Proxies>) -> Connector {
         let mut http = TcpConnector::new_with_resolver(resolver());
         http.enforce_http(false);
+        // Divided among the addresses of a name: one that does not answer must not take all of it.
+        http.set_connect_timeout(Some(self.connect));
         http.set_nodelay(true);
         http.set_tcp_user_timeout(Some(self.stall));
         http.set_keepalive(Some(PROBES));

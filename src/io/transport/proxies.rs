@@ -243,6 +243,9 @@ pub async fn tunnel(
     let mut failure = status_failure(status, &headers, what);
     // Busy or not: it may be the server that the proxy cannot reach.
     failure.repeat = failure.repeat.min(Repeat::Attempts);
+    // It is not the refusal of the server, after which callers would look for another file, or not
+    // use a local copy.
+    failure.error = io::Error::new(io::ErrorKind::ConnectionAborted, failure.error.to_string());
     Err(Box::new(failure))
 }
 

@@ -130,7 +130,8 @@ impl<'o> RetryBudget<'o> {
         let kind = failure.error.kind();
         let refused_at_opening = self.opening && kind == io::ErrorKind::ConnectionRefused;
         let asked = failure.retry_after;
-        let pause = asked.unwrap_or_else(|| backoff(tries.without_progress));
+        let backoff = || backoff(tries.without_progress);
+        let pause = asked.map_or_else(backoff, |asked| asked.max(FIRST_PAUSE));
         let out_of_time = clock::since(self.begun).saturating_add(pause) > self.time_allowed();
         let advice = match failure.repeat {
             Repeat::Never => None,

@@ -125,6 +125,11 @@ fn trusted(trust: &Trust) -> Result<Trusted, String> {
             ));
         }
         roots.add_parsable_certificates(found.certs.iter().cloned());
+        if roots.is_empty() {
+            let how = "install those of its system (ca-certificates), or name a PEM file by \
+                       certificate_handling, REQUESTS_CA_BUNDLE or SSL_CERT_FILE";
+            return Err(format!("this machine trusts no certificates: {how}"));
+        }
         return Ok((found.certs, roots));
     };
     let mut trusted = Vec::new();

@@ -37,7 +37,7 @@ pub fn tls_failure(error: &(dyn StdError + 'static), hint: &str) -> Option<Failu
         }
         Error::InvalidMessage(InvalidMessage::InvalidContentType) => format!(
             "the server does not use TLS at this port: {error}; its address may begin with http:// \
-             in place of https://"
+             (or redis://) in place of https:// (or rediss://)"
         ),
         Error::PeerIncompatible(_) => no_common_protocol(error),
         Error::AlertReceived(alert) => alert_message(*alert, error)?,

@@ -4,6 +4,8 @@ use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
 use aws_config::imds::region::ImdsRegionProvider;
+use aws_config::meta::region::ProvideRegion as _;
+use aws_config::profile::ProfileFileRegionProvider;
 use aws_config::provider_config::ProviderConfig;
 
 use crate::environment::{expand_home, read_guarded};
@@ -47,7 +49,12 @@ pub async fn named_region() -> Option<String> {
     if let Some(region) = variable("AWS_REGION").or_else(|| variable("AWS_DEFAULT_REGION")) {
         return Some(region);
     }
-    profiles().await?.get("region").map(str::to_owned)
+    // It follows `source_profile`.
+    let mut of_profile = ProfileFileRegionProvider::builder();
+    if let Some(profile) = profile() {
+        of_profile = of_profile.profile_name(profile);
+    }
+    of_profile.build().region().await.map(|region| region.to_string())
 }
 
 /// The certificates that the environment, or `ca_bundle` of the profile, names for AWS.

@@ -56,9 +56,7 @@ impl S3Bucket {
             return asked.is_some_and(|asked| asked != self.host());
         }
         let mut found = self.bucket_region.lock();
-        let is_first = found.is_none();
-        found.get_or_insert_with(|| region.to_owned());
-        is_first
+        found.get_or_insert_with(|| region.to_owned()) == region
     }
 
     /// The failure that a refusal means. `asked`: the host of the request, if it is known.

@@ -95,8 +95,12 @@ impl S3Object {
             let sent = Arc::clone(&connector.sent);
             (self.resolved.client(sdk_client(connector)), sent)
         };
+        let region = self.resolved.region();
         let invalidate = |used| {
-            if let Some(keys) = &self.resolved.credentials {
+            // Credentials are valid in every region.
+            if let Some(keys) = &self.resolved.credentials
+                && self.resolved.region() == region
+            {
                 keys.invalidate(used);
             }
         };
