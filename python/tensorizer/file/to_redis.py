@@ -80,8 +80,8 @@ def copy_to_redis(
 
 def _is_of_cluster(client: Any) -> bool:
     """Tell whether keys are on several servers."""
-    if not hasattr(client, "connection_pool"):
-        return True  # A client of a cluster, which has one for each server.
+    if hasattr(client, "nodes_manager"):
+        return True  # redis.RedisCluster
     try:
         found = client.execute_command("CLUSTER INFO")
     except Exception:
