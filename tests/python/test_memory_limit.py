@@ -15,9 +15,8 @@ from tensorizer._native import split_tensor_memory
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
-#: Memory that an allocator, threads, an interpreter and the plan of a load take besides. How much
-#: of it is there already depends on what the import has left free.
-SLACK = 20 * MIB
+#: Memory that an allocator, threads, an interpreter and the plan of a load take besides.
+SLACK = 16 * MIB
 #: Runs a call and prints how much the memory of the process grew at most.
 MEASURED = """
 import ctypes, json, sys, time, torch, tensorizer

@@ -188,7 +188,8 @@ impl ServerCertVerifier for Verifier {
             {
                 Ok(ServerCertVerified::assertion())
             }
-            // The dates are missing for a certificate that ends before it begins.
+            // The error has no dates for a certificate that ends before it begins, as one of
+            // `openssl x509 -days -1`.
             Err(Error::InvalidCertificate(CertificateError::Expired)) => {
                 let certificate = Certificate::from_der(end_entity);
                 let not_after = certificate.map(|of| of.tbs_certificate().validity().not_after);

@@ -77,7 +77,7 @@ pub struct CloudResponse {
     pub status: StatusCode,
     fields: HeaderMap,
     text: String,
-    /// Those of the request, which the text may repeat.
+    /// Secrets of the request, which the text may repeat.
     secrets: Vec<String>,
 }
 
