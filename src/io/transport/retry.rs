@@ -251,6 +251,19 @@ mod tests {
     }
 
     #[test]
+    fn a_server_that_asks_for_no_pause_is_not_asked_without_one() {
+        let options = TransportOptions { total: Duration::from_secs(10), ..options() };
+        let budget = RetryBudget::new("reading", "file", &options, &Never);
+        let mut attempts = 0;
+        let outcome = run::<()>(&budget, || {
+            attempts += 1;
+            Err(Failure { retry_after: Some(Duration::ZERO), ..busy() }.with_repeat(Repeat::Time))
+        });
+        assert!(outcome.is_err());
+        assert!((90..=101).contains(&attempts), "{attempts} in 10 s");
+    }
+
+    #[test]
     fn slow_requests_last_a_day_and_stalled_ones_the_total_time() {
         let options = TransportOptions { total: HOUR, ..options() };
         let budget = RetryBudget::new("reading", "file", &options, &Never);
