@@ -49,6 +49,12 @@ def test_a_stream_that_waits_for_an_event_has_no_race():
     passes(RACE.format(wait="second.wait_stream(first)") + "assert y.cpu().eq(6).all()")
 
 
+def test_a_stream_keeps_waiting_when_the_event_is_recorded_anew():
+    """The call fixes for which work the stream waits, as CUDA says of cudaEventRecord."""
+    anew = "event = first.record_event(); event.wait(); event.record(torch.cuda.Stream())"
+    passes(RACE.format(wait=anew) + "assert y.cpu().eq(6).all()")
+
+
 @pytest.mark.parametrize(
     "wait",
     [

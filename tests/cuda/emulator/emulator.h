@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
@@ -39,11 +40,16 @@ struct Access {
   bool write, host;
 };
 
-struct Event {
-  int device;
-  u64 recorded = 0, completed = 0;  // how often
+// One recording of an event. Streams that wait for it keep to it when the event is recorded anew.
+struct Record {
+  bool completed = false;
   timespec time{};
   double completed_at = 0;  // simulated time, see bus.cpp
+};
+
+struct Event {
+  int device;
+  std::shared_ptr<Record> last;  // null before the first record
   Clock before;
   const char* after = "";  // what the stream did before, see Stream::last
   bool destroyed = false;
@@ -54,10 +60,8 @@ struct Operation {
   const char* what = "";
   std::function<void()> run;
   std::vector<Access> accesses;
-  Event* wait_for = nullptr;
-  Event* record = nullptr;
-  u64 generation = 0;  // which record of the event
-  u64 number = 0;      // in the order in which operations were begun
+  std::shared_ptr<Record> wait_for, record;
+  u64 number = 0;  // in the order in which operations were begun
   bool copy = false;
   double pause = 0;                          // seconds
   u64 upload_bytes = 0, download_bytes = 0;  // over the bus
@@ -269,6 +273,7 @@ int new_event(void** handle, int device);
 int destroy_event(void* handle);
 int record_event(void* handle, void* stream, int device);
 int wait_for_event(void* stream, void* handle, int device);
+bool is_pending(const Event& event);
 int query_event(void* handle);
 int synchronize_event(Lock& lock, void* handle);
 

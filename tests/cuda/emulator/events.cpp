@@ -53,8 +53,7 @@ int record_event(void* handle, void* stream_handle, int current) {
   event->before = stream->before;
   Operation operation;
   operation.what = "record";
-  operation.record = event;
-  operation.generation = ++event->recorded;
+  operation.record = event->last = std::make_shared<Record>();
   submit(stream, std::move(operation));
   return 0;
 }
@@ -75,14 +74,15 @@ int wait_for_event(void* stream_handle, void* handle, int current) {
   }
   stream->last = "wait";
   merge(stream->before, event->before);
-  if (event->completed >= event->recorded) return 0;
+  if (!is_pending(*event)) return 0;
   Operation operation;
   operation.what = "wait";
-  operation.wait_for = event;
-  operation.generation = event->recorded;
+  operation.wait_for = event->last;
   submit(stream, std::move(operation));
   return 0;
 }
+
+bool is_pending(const Event& event) { return event.last && !event.last->completed; }
 
 int query_event(void* handle) {
   const Event* event = event_of(handle);
@@ -90,7 +90,7 @@ int query_event(void* handle) {
   if (int code = forbidden_by_capture()) return code;
   if (event->captured_by) return cudaErrorCapturedEvent;
   if (int code = sticky_error(event->device)) return code;
-  if (event->completed < event->recorded) return CUDA_ERROR_NOT_READY;
+  if (is_pending(*event)) return CUDA_ERROR_NOT_READY;
   host_knows(event->before);
   return 0;
 }
@@ -100,10 +100,10 @@ int synchronize_event(Lock& lock, void* handle) {
   if (!event) return CUDA_ERROR_INVALID_HANDLE;
   if (int code = forbidden_by_capture()) return code;
   if (event->captured_by) return cudaErrorCapturedEvent;
-  const u64 generation = event->recorded;
   const Clock before = event->before;
-  state().progress.wait(
-      lock, [&] { return event->completed >= generation || sticky_error(event->device); });
+  if (const std::shared_ptr<Record> last = event->last) {
+    state().progress.wait(lock, [&] { return last->completed || sticky_error(event->device); });
+  }
   host_knows(before);
   return sticky_error(event->device);
 }

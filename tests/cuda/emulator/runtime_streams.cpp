@@ -94,9 +94,11 @@ API cudaError_t CUDARTAPI cudaEventElapsedTime(float* milliseconds, cudaEvent_t 
   return runtime("cudaEventElapsedTime", [&](Lock&, int) -> int {
     const Event *from = event_of(from_handle), *to = event_of(to_handle);
     if (!from || !to) return cudaErrorInvalidResourceHandle;
-    if (from->completed < from->recorded || to->completed < to->recorded) return cudaErrorNotReady;
-    const auto seconds = static_cast<double>(to->time.tv_sec - from->time.tv_sec);
-    const auto nanoseconds = static_cast<double>(to->time.tv_nsec - from->time.tv_nsec);
+    if (!from->last || !to->last) return cudaErrorInvalidResourceHandle;
+    if (is_pending(*from) || is_pending(*to)) return cudaErrorNotReady;
+    const timespec begin = from->last->time, end = to->last->time;
+    const auto seconds = static_cast<double>(end.tv_sec - begin.tv_sec);
+    const auto nanoseconds = static_cast<double>(end.tv_nsec - begin.tv_nsec);
     *milliseconds = static_cast<float>(seconds * 1e3 + nanoseconds / 1e6);
     return 0;
   });

@@ -41,10 +41,10 @@ void carry_out(Lock& lock, Stream& stream, const Operation& operation) {
     const bool timed = operation.upload_bytes + operation.download_bytes > 0;
     if (bus_is_simulated() && !timed) stream.ready_at = now();
   }
-  if (Event* event = operation.record) {
-    event->completed = std::max(event->completed, operation.generation);
-    event->completed_at = stream.ready_at;
-    clock_gettime(CLOCK_MONOTONIC, &event->time);
+  if (Record* record = operation.record.get()) {
+    record->completed = true;
+    record->completed_at = stream.ready_at;
+    clock_gettime(CLOCK_MONOTONIC, &record->time);
   }
 }
 
@@ -63,10 +63,9 @@ void work(Stream* stream) {
     if (stream->queue.empty()) return;
     const Operation& operation = stream->queue.front();
     const u64 number = operation.number;
-    if (const Event* event = operation.wait_for) {
-      const u64 generation = operation.generation;
-      s.progress.wait(lock, [&] { return event->completed >= generation || sticky_error; });
-      stream->ready_at = std::max({stream->ready_at, operation.begun, event->completed_at});
+    if (const Record* record = operation.wait_for.get()) {
+      s.progress.wait(lock, [&] { return record->completed || sticky_error; });
+      stream->ready_at = std::max({stream->ready_at, operation.begun, record->completed_at});
     } else {
       carry_out(lock, *stream, operation);
     }
@@ -125,11 +124,11 @@ int destroy_stream(void* handle, int device) {
 static bool ends_at_once(const Operation& operation) {
   if (!state().settings.free_copies) return false;
   if (bus_is_simulated() && operation.upload_bytes + operation.download_bytes > 0) return false;
-  if (const Event* event = operation.wait_for) return event->completed >= operation.generation;
-  if (Event* event = operation.record) {
-    event->completed = std::max(event->completed, operation.generation);
-    event->completed_at = operation.begun;
-    clock_gettime(CLOCK_MONOTONIC, &event->time);
+  if (operation.wait_for) return operation.wait_for->completed;
+  if (Record* record = operation.record.get()) {
+    record->completed = true;
+    record->completed_at = operation.begun;
+    clock_gettime(CLOCK_MONOTONIC, &record->time);
     state().progress.notify_all();
     return true;
   }

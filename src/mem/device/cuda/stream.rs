@@ -161,8 +161,8 @@ impl CudaStream {
     /// Makes future work on `later` wait for the work that is on `sooner` now.
     fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
         let event = self.streams.record_event(sooner)?;
-        // SAFETY: both are open; the driver keeps an event that a stream waits for, even after its
-        // destruction.
+        // SAFETY: both are open; the stream waits for what the event stands for now, even if the
+        // event is recorded again or destroyed.
         let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw.0, 0) };
         self.context().check("ordering streams", code)
     }
@@ -240,7 +240,7 @@ impl Stream for CudaStream {
 struct CudaEvent {
     streams: Arc<OwnStreams>,
     raw: RawEvent,
-    /// True once it has passed. Then nothing waits for it any more, and it may be reused.
+    /// True once it has passed.
     has_passed: AtomicBool,
 }
 
@@ -275,8 +275,8 @@ impl Event for CudaEvent {
         let context = &self.streams.context;
         let _entered = context.enter()?;
         let stream = ptr::with_exposed_provenance_mut(stream);
-        // SAFETY: the stream is open and of this device; the driver keeps an event that a stream
-        // waits for, even after its destruction.
+        // SAFETY: the stream is open and of this device; it waits for what the event stands for
+        // now, even if the event is recorded again or destroyed.
         let code = unsafe { (context.driver().wait_for_event)(stream, self.raw.0, 0) };
         context.check("ordering streams", code)
     }
@@ -286,7 +286,8 @@ impl Drop for CudaEvent {
     fn drop(&mut self) {
         let raw = RawEvent(std::mem::replace(&mut self.raw.0, ptr::null_mut()));
         let mut events = self.streams.events();
-        if self.has_passed.load(Ordering::Acquire) && events.len() < MAX_UNUSED_EVENTS {
+        // A stream that waits for it keeps to what it stood for when the wait was ordered.
+        if events.len() < MAX_UNUSED_EVENTS {
             events.push(raw);
             return;
         }
