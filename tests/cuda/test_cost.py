@@ -79,6 +79,26 @@ def test_small_tensors_cost_few_driver_calls(tmp_path):
     check(calls, buffers=21, copies=21 + 4)
 
 
+LOADS = """
+import json, sys, tensorizer
+for _ in range(40):
+    tensors = tensorizer.load(sys.argv[1], "cuda")
+    torch.cuda.synchronize()
+    del tensors
+print(json.dumps([emulated.calls("cuEventCreate"), emulated.calls("cuEventRecord")]))
+"""
+
+
+def test_loads_reuse_the_events_of_earlier_ones(tmp_path):
+    """Forty loads create fewer events than four record: as many as are in use at once."""
+    written = emulated.run(WRITE, tmp_path / "f", 4096, 4096)
+    assert written.returncode == 0, written.stderr
+    loaded = emulated.run(LOADS, tmp_path / "f", FAKE_CUDA_POISON="0")
+    assert loaded.returncode == 0, loaded.stderr
+    created, recorded = json.loads(loaded.stdout)
+    assert 0 < created <= recorded / 10, (created, recorded)
+
+
 SMALL = """
 import json, sys, tensorizer
 path, how = sys.argv[1], sys.argv[2]

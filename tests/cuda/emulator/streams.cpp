@@ -21,6 +21,12 @@ u64 random_pause(Stream& stream) {
   return (dice >= 10 ? (random >> 8) % delay : 0) + (dice == 19 ? 4 * delay : 0);
 }
 
+void complete(Record* record, double time) {
+  record->completed = true;
+  record->completed_at = time;
+  clock_gettime(CLOCK_MONOTONIC, &record->time);
+}
+
 void carry_out(Lock& lock, Stream& stream, const Operation& operation) {
   Device& device = state().devices[static_cast<size_t>(stream.device)];
   const u64 pause = operation.record ? 0 : random_pause(stream);
@@ -41,11 +47,7 @@ void carry_out(Lock& lock, Stream& stream, const Operation& operation) {
     const bool timed = operation.upload_bytes + operation.download_bytes > 0;
     if (bus_is_simulated() && !timed) stream.ready_at = now();
   }
-  if (Record* record = operation.record.get()) {
-    record->completed = true;
-    record->completed_at = stream.ready_at;
-    clock_gettime(CLOCK_MONOTONIC, &record->time);
-  }
+  if (operation.record) complete(operation.record.get(), stream.ready_at);
 }
 
 void work(Stream* stream) {
@@ -125,10 +127,8 @@ static bool ends_at_once(const Operation& operation) {
   if (!state().settings.free_copies) return false;
   if (bus_is_simulated() && operation.upload_bytes + operation.download_bytes > 0) return false;
   if (operation.wait_for) return operation.wait_for->completed;
-  if (Record* record = operation.record.get()) {
-    record->completed = true;
-    record->completed_at = operation.begun;
-    clock_gettime(CLOCK_MONOTONIC, &record->time);
+  if (operation.record) {
+    complete(operation.record.get(), operation.begun);
     state().progress.notify_all();
     return true;
   }

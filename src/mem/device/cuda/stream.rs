@@ -161,8 +161,7 @@ impl CudaStream {
     /// Makes future work on `later` wait for the work that is on `sooner` now.
     fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
         let event = self.streams.record_event(sooner)?;
-        // SAFETY: both are open; the stream waits for what the event stands for now, even if the
-        // event is recorded again or destroyed.
+        // SAFETY: both are open. The wait stays as it is when the event is recorded again or destroyed.
         let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw.0, 0) };
         self.context().check("ordering streams", code)
     }
@@ -240,7 +239,7 @@ impl Stream for CudaStream {
 struct CudaEvent {
     streams: Arc<OwnStreams>,
     raw: RawEvent,
-    /// True once it has passed.
+    /// True once it has passed: the driver is not asked again.
     has_passed: AtomicBool,
 }
 
@@ -275,8 +274,8 @@ impl Event for CudaEvent {
         let context = &self.streams.context;
         let _entered = context.enter()?;
         let stream = ptr::with_exposed_provenance_mut(stream);
-        // SAFETY: the stream is open and of this device; it waits for what the event stands for
-        // now, even if the event is recorded again or destroyed.
+        // SAFETY: the stream is open and of this device. The wait stays as it is when the event is
+        // recorded again or destroyed.
         let code = unsafe { (context.driver().wait_for_event)(stream, self.raw.0, 0) };
         context.check("ordering streams", code)
     }
@@ -286,7 +285,7 @@ impl Drop for CudaEvent {
     fn drop(&mut self) {
         let raw = RawEvent(std::mem::replace(&mut self.raw.0, ptr::null_mut()));
         let mut events = self.streams.events();
-        // A stream that waits for it keeps to what it stood for when the wait was ordered.
+        // Even an event that has not passed: to record it again changes no wait that was begun.
         if events.len() < MAX_UNUSED_EVENTS {
             events.push(raw);
             return;
