@@ -44,6 +44,7 @@ def test_columns_to_a_device_are_gathered_from_direct_reads(path, tensors, itera
         name: tensors[name].narrow(1, start, stop - start)
         for name, (_, start, stop) in slices.items()
     }
+    loaded(path, "cuda", names=wanted, slices=slices)
     cold.forget(path)
     before = cold.bytes_from_disk()
     call = tensorizer.iterate if iterates else tensorizer.load
