@@ -8,7 +8,6 @@ import tensorizer
 import torch
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "../python"))
-from ranks import cold
 from test_cold_files import (  # noqa: F401  # fixtures
     AROUND,
     MIB,
@@ -44,13 +43,10 @@ def test_columns_to_a_device_are_gathered_from_direct_reads(path, tensors, itera
         name: tensors[name].narrow(1, start, stop - start)
         for name, (_, start, stop) in slices.items()
     }
-    loaded(path, "cuda", names=wanted, slices=slices)
-    cold.forget(path)
-    before = cold.bytes_from_disk()
     call = tensorizer.iterate if iterates else tensorizer.load
-    same(dict(call(path, "cuda", names=wanted, slices=slices)), expected)
-    read = cold.bytes_from_disk() - before
-    assert tensorizer.stats()["reading"] in AROUND
+    found, reading, read = loaded(path, "cuda", call, names=wanted, slices=slices)
+    same(found, expected)
+    assert reading in AROUND
     assert read <= 1.02 * sum(tensors[name].nbytes for name in wanted) + OPENING
     if not iterates:
         assert tensorizer.stats()["bytes"] == sum(tensor.nbytes for tensor in expected.values())

@@ -160,10 +160,7 @@ impl CudaStream {
 
     /// Makes future work on `later` wait for the work that is on `sooner` now.
     fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
-        let event = self.streams.record_event(sooner)?;
-        // SAFETY: both are open. The wait stays as it is when the event is recorded again or destroyed.
-        let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw.0, 0) };
-        self.context().check("ordering streams", code)
+        self.streams.record_event(sooner)?.delay(later)
     }
 }
 
@@ -247,6 +244,14 @@ impl CudaEvent {
     fn new(streams: &Arc<OwnStreams>, raw: RawEvent) -> Self {
         CudaEvent { streams: Arc::clone(streams), raw, has_passed: AtomicBool::new(false) }
     }
+
+    /// Makes future work on an open stream of the device wait. The device must be entered.
+    fn delay(&self, stream: RawStream) -> Result<()> {
+        let context = &self.streams.context;
+        // SAFETY: both are open. The wait stays as it is when the event is recorded again or destroyed.
+        let code = unsafe { (context.driver().wait_for_event)(stream.0, self.raw.0, 0) };
+        context.check("ordering streams", code)
+    }
 }
 
 impl Event for CudaEvent {
@@ -271,13 +276,8 @@ impl Event for CudaEvent {
         if self.has_passed.load(Ordering::Acquire) {
             return Ok(());
         }
-        let context = &self.streams.context;
-        let _entered = context.enter()?;
-        let stream = ptr::with_exposed_provenance_mut(stream);
-        // SAFETY: the stream is open and of this device. The wait stays as it is when the event is
-        // recorded again or destroyed.
-        let code = unsafe { (context.driver().wait_for_event)(stream, self.raw.0, 0) };
-        context.check("ordering streams", code)
+        let _entered = self.streams.context.enter()?;
+        self.delay(RawStream(ptr::with_exposed_provenance_mut(stream)))
     }
 }
 
