@@ -25,10 +25,11 @@ use crate::torch::{OpOptions, TensorList};
 
 /// Called at intervals during every operator; an error ends it. The Python module sets it to check
 /// for Ctrl-C.
-static INTERRUPT: OnceLock<fn() -> Result<()>> = OnceLock::new();
+static INTERRUPT: OnceLock<fn(bool) -> Result<()>> = OnceLock::new();
 
-/// Sets the function that operators call to check if they should stop. The first call counts.
-pub fn set_interrupt(hook: fn() -> Result<()>) {
+/// Sets the function that operators call to check if they should stop; it is told if they save. The
+/// first call counts.
+pub fn set_interrupt(hook: fn(bool) -> Result<()>) {
     INTERRUPT.get_or_init(|| hook);
 }
 
@@ -47,7 +48,11 @@ fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 fn interrupt() -> Result<()> {
-    INTERRUPT.get().map_or(Ok(()), |hook| hook())
+    INTERRUPT.get().map_or(Ok(()), |hook| hook(false))
+}
+
+fn interrupt_of_save() -> Result<()> {
+    INTERRUPT.get().map_or(Ok(()), |hook| hook(true))
 }
 
 impl From<OpOptions> for LoadOptions {
@@ -249,7 +254,7 @@ pub fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>
         let options = SaveOptions { encryption, ..SaveOptions::default() };
         check_tensors_name(uri, true)?;
         let tensors = to_save(&names, tensors)?;
-        let to = create(uri, &OpenOptions::from_environment()?, &interrupt)?;
-        save_to(to, tensors, options, &interrupt)
+        let to = create(uri, &OpenOptions::from_environment()?, &interrupt_of_save)?;
+        save_to(to, tensors, options, &interrupt_of_save)
     })
 }

@@ -17,7 +17,7 @@
 //! mem      host memory, staging buffers, devices
 //! codec    encryption and hashes
 //! format   the bytes of a file to structs and back
-//! error, cancel, environment, memory_limit, stats, sys
+//! error, cancel, environment, memory_limit, stats, traffic, sys
 //! ```
 //!
 //! An *entry* is a tensor in the index of a file, an *extent* its range of the file, a *batch* one
@@ -95,6 +95,8 @@ pub mod mem;
 pub mod memory_limit;
 #[doc(hidden)]
 pub mod numbers;
+#[doc(hidden)]
+pub mod traffic;
 
 pub use half;
 

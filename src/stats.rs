@@ -2,12 +2,13 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::sync::unpoisoned;
+use crate::traffic::{self, Traffic, TrafficCount};
 
 /// A stage of a call, for which the time of its threads is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +66,9 @@ pub const PAGEABLE: &str =
 /// Begins the reported fallback for files of a hub that has refused the token.
 pub const OLDER_COPY: &str = "the copy in the cache of Hugging Face's client is used";
 
+/// Bytes that may come before the first read: those of the first request.
+const HEAD_LEN: u64 = 1 << 20;
+
 /// Counters of one call, shared by its threads.
 #[derive(Debug)]
 pub struct Counters {
@@ -77,6 +81,11 @@ pub struct Counters {
     in_flight: AtomicU64,
     most_in_flight: AtomicU64,
     fallbacks: Mutex<Vec<String>>,
+    arrived: AtomicU64,
+    /// True if bytes may come from a local copy of a server's file.
+    has_local_copy: AtomicBool,
+    is_lazy: bool,
+    traffic: Arc<Traffic>,
 }
 
 impl Default for Counters {
@@ -91,6 +100,10 @@ impl Default for Counters {
             in_flight: AtomicU64::new(0),
             most_in_flight: AtomicU64::new(0),
             fallbacks: Mutex::default(),
+            arrived: AtomicU64::new(0),
+            has_local_copy: AtomicBool::new(false),
+            is_lazy: false,
+            traffic: traffic::current(),
         }
     }
 }
@@ -122,6 +135,26 @@ impl Counters {
         self.bytes.load(Ordering::Relaxed)
     }
 
+    /// Counts bytes that have arrived from the source.
+    pub fn bytes_arrived(&self, bytes: u64) {
+        self.arrived.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that have arrived, or tensor data that were counted, if these are more.
+    pub fn arrived(&self) -> u64 {
+        self.arrived.load(Ordering::Relaxed).max(self.moved())
+    }
+
+    /// Records that bytes may come from a local copy of a server's file.
+    pub fn local_copy(&self) {
+        self.has_local_copy.store(true, Ordering::Relaxed);
+    }
+
+    /// The same counters, of a lazy read if that is so.
+    pub fn lazy(self, is_lazy: bool) -> Self {
+        Counters { is_lazy, ..self }
+    }
+
     /// Sets the number of threads that move bytes, and the maximum number.
     pub fn threads(&self, threads: usize, most: usize) {
         self.threads.store(threads, Ordering::Relaxed);
@@ -150,32 +183,49 @@ impl Counters {
 
     /// Publishes the counters as the report of the last call of this process and of this thread.
     pub fn publish(&self, what: &'static str, uri: &str, device: &str, tensors: usize) {
-        let mut recent = RECENT.lock();
-        let report = Report {
-            call: recent.back().map_or(0, |last| last.call) + 1,
+        let report = self.report(what, uri, device, tensors);
+        THREAD_REPORT.set(Some(Report { call: RECENT.lock().add(report.clone()), ..report }));
+    }
+
+    /// Adds the report of a call that has failed.
+    pub fn publish_failure(&self, what: &'static str, uri: &str, error: String) {
+        let report = Report { error: Some(error), ..self.report(what, uri, "", 0) };
+        RECENT.lock().add(report);
+    }
+
+    fn report(&self, what: &'static str, uri: &str, device: &str, tensors: usize) -> Report {
+        let traffic = self.traffic.count(true);
+        let reading = *unpoisoned(self.reading.lock());
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let not_of_network = load(&self.arrived).saturating_sub(traffic.network_bytes);
+        let has_local_copy = self.has_local_copy.load(Ordering::Relaxed);
+        let is_of_disk = !has_local_copy && !reading.is_empty();
+        // The beginning of a server's file came when it was opened.
+        let is_of_cache = has_local_copy && (!reading.is_empty() || not_of_network > HEAD_LEN);
+        Report {
+            call: 0,
             ended: SystemTime::now(),
             what,
             uri: uri.to_owned(),
             device: device.to_owned(),
             tensors,
-            bytes: self.bytes.load(Ordering::Relaxed),
+            bytes: load(&self.bytes),
             threads: self.threads.load(Ordering::Relaxed),
             most_threads: self.most_threads.load(Ordering::Relaxed),
             elapsed: self.started.elapsed(),
             stages: std::array::from_fn(|at| {
-                let nanos = self.nanos.get(at).map_or(0, |sum| sum.load(Ordering::Relaxed));
-                Duration::from_nanos(nanos)
+                Duration::from_nanos(self.nanos.get(at).map_or(0, load))
             }),
-            reading: *unpoisoned(self.reading.lock()),
-            in_flight: self.in_flight.load(Ordering::Relaxed),
-            most_in_flight: self.most_in_flight.load(Ordering::Relaxed),
+            reading,
+            in_flight: load(&self.in_flight),
+            most_in_flight: load(&self.most_in_flight),
             fallbacks: unpoisoned(self.fallbacks.lock()).clone(),
-        };
-        THREAD_REPORT.set(Some(report.clone()));
-        if recent.len() >= MAX_REPORTS {
-            recent.pop_front();
+            traffic,
+            cache_bytes: if is_of_cache { not_of_network } else { 0 },
+            disk_bytes: if is_of_disk { not_of_network } else { 0 },
+            is_lazy: self.is_lazy && tensors == 1,
+            error: None,
         }
-        recent.push_back(report);
     }
 }
 
@@ -212,12 +262,47 @@ pub struct Report {
     pub most_in_flight: u64,
     /// The reasons for slower methods that were used.
     pub fallbacks: Vec<String>,
+    /// Requests, and bytes of the network. Those of opening the file count for its first call.
+    pub traffic: TrafficCount,
+    /// Bytes that were read of local copies of a server's file.
+    pub cache_bytes: u64,
+    /// Bytes that were read of local files.
+    pub disk_bytes: u64,
+    /// True for a lazy read of a single tensor.
+    pub is_lazy: bool,
+    /// The error of a call that has failed.
+    pub error: Option<String>,
 }
 
-/// The number of reports that are retained.
+/// The number of reports that are retained, and as many of lazy reads.
 pub const MAX_REPORTS: usize = 256;
 
-static RECENT: ForkSafeMutex<VecDeque<Report>> = ForkSafeMutex::new(VecDeque::new());
+/// The last reports. Lazy reads of single tensors are many, and do not replace those of other calls.
+struct Recent {
+    calls: u64,
+    lazy: VecDeque<Report>,
+    others: VecDeque<Report>,
+}
+
+impl Recent {
+    /// Adds a report, and returns its number.
+    fn add(&mut self, report: Report) -> u64 {
+        self.calls += 1;
+        let reports = if report.is_lazy { &mut self.lazy } else { &mut self.others };
+        if reports.len() >= MAX_REPORTS {
+            reports.pop_front();
+        }
+        reports.push_back(Report { call: self.calls, ..report });
+        self.calls
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Report> {
+        self.lazy.iter().chain(&self.others)
+    }
+}
+
+static RECENT: ForkSafeMutex<Recent> =
+    ForkSafeMutex::new(Recent { calls: 0, lazy: VecDeque::new(), others: VecDeque::new() });
 
 thread_local! {
     static THREAD_REPORT: RefCell<Option<Report>> = const { RefCell::new(None) };
@@ -225,13 +310,18 @@ thread_local! {
 
 /// The report of the last load or save of this process that has succeeded.
 pub fn last_report() -> Option<Report> {
-    RECENT.lock().back().cloned()
+    let recent = RECENT.lock();
+    let succeeded = recent.all().filter(|report| report.error.is_none());
+    succeeded.max_by_key(|report| report.call).cloned()
 }
 
-/// The reports of the calls after number `call`, in order; at most the last [`MAX_REPORTS`].
+/// The reports of the calls after number `call`, in order; at most the last [`MAX_REPORTS`], and as
+/// many of lazy reads.
 pub fn reports_since(call: u64) -> Vec<Report> {
-    let recent = RECENT.lock();
-    recent.iter().filter(|report| report.call > call).cloned().collect()
+    let mut found: Vec<Report> =
+        RECENT.lock().all().filter(|report| report.call > call).cloned().collect();
+    found.sort_by_key(|report| report.call);
+    found
 }
 
 /// Returns the report of the last call on this thread, and removes it.

@@ -8,9 +8,9 @@ use tensorizer::crypt::{self, DecryptionOptions, EncryptionOptions, Key, Secret}
 use tensorizer::error::{Error, Result};
 use tensorizer::format::tensors::crypt_info::KeyDerivation;
 
+use crate::calls::signals;
 use crate::errors::Outcome;
 use crate::gil;
-use crate::signals;
 
 fn key(bytes: &[u8]) -> Result<Key> {
     Key::new(bytes).ok_or_else(|| {

@@ -12,10 +12,10 @@ use tensorizer::stats::{Report, Stage, last_report, reports_since};
 use tensorizer_torch::handles::{borrow, offer};
 use tensorizer_torch::tensor::{LoadedTensors, all_on_devices};
 
+use crate::calls::signals;
 use crate::errors::Outcome;
 use crate::gil;
 use crate::handle::Handle;
-use crate::signals;
 
 /// True if loads to a device go through staging memory into its own.
 #[pyfunction]
@@ -26,16 +26,18 @@ pub fn uses_staging_memory(device: DeviceIndex) -> bool {
 /// Returns the report of the last load or save that has succeeded; None before the first.
 #[pyfunction]
 pub fn stats(py: Python<'_>) -> Outcome<Option<Bound<'_, PyDict>>> {
-    last_report().map(|report| report_dict(py, report)).transpose()
+    Ok(last_report().map(|report| report_dict(py, report)).transpose()?)
 }
 
 /// Returns the reports of the calls after the one with this number.
 #[pyfunction]
 pub fn stats_since(py: Python<'_>, call: u64) -> Outcome<Vec<Bound<'_, PyDict>>> {
-    reports_since(call).into_iter().map(|report| report_dict(py, report)).collect()
+    let reports = reports_since(call).into_iter().map(|report| report_dict(py, report));
+    Ok(reports.collect::<PyResult<_>>()?)
 }
 
-fn report_dict(py: Python<'_>, report: Report) -> Outcome<Bound<'_, PyDict>> {
+/// Makes a dict of a report.
+pub fn report_dict(py: Python<'_>, report: Report) -> PyResult<Bound<'_, PyDict>> {
     let Report {
         call,
         ended,
@@ -52,6 +54,11 @@ fn report_dict(py: Python<'_>, report: Report) -> Outcome<Bound<'_, PyDict>> {
         in_flight,
         most_in_flight,
         fallbacks,
+        traffic,
+        cache_bytes,
+        disk_bytes,
+        error,
+        is_lazy: _,
     } = report;
     let ended = ended.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
     let pinned: usize = Pool::all().into_iter().map(Pool::size).sum();
@@ -77,6 +84,12 @@ fn report_dict(py: Python<'_>, report: Report) -> Outcome<Bound<'_, PyDict>> {
     out.set_item("most_in_flight", most_in_flight)?;
     out.set_item("fallbacks", fallbacks)?;
     out.set_item("pinned_bytes", pinned)?;
+    out.set_item("requests", traffic.requests)?;
+    out.set_item("retries", traffic.retries)?;
+    out.set_item("network_bytes", traffic.network_bytes)?;
+    out.set_item("cache_bytes", cache_bytes)?;
+    out.set_item("disk_bytes", disk_bytes)?;
+    out.set_item("error", error)?;
     Ok(out)
 }
 

@@ -6,18 +6,12 @@
 //! Such threads wait here for the end of the process instead, as Python 3.14 makes them do.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::sync::OnceLock;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
 use tensorizer_torch::guard::guard;
-
-/// The interval at which a thread checks for signals: a check takes the GIL, which other threads
-/// may hold for long.
-const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The interpreter's main thread, which is the one that ends it.
 static MAIN: OnceLock<libc::pthread_t> = OnceLock::new();
@@ -39,7 +33,7 @@ pub fn note_main(py: Python<'_>) -> PyResult<()> {
 }
 
 /// True if this thread may go on while the interpreter ends.
-fn is_main() -> bool {
+pub fn is_main() -> bool {
     // SAFETY: both take no arguments, and cannot fail.
     let first = unsafe { libc::getpid() == libc::gettid() };
     first || MAIN.get() == Some(&this_thread())
@@ -106,27 +100,4 @@ pub fn with<T>(body: impl FnOnce(Python<'_>) -> T) -> Result<T> {
         None if is_main() => Err(Error::Cancelled),
         None => wait_for_the_end(),
     }
-}
-
-/// Checks for signals, so that Ctrl-C ends a call. Long work calls it at intervals.
-pub fn signals() -> Result<()> {
-    thread_local! {
-        static LAST_CHECK: Cell<Option<Instant>> = const { Cell::new(None) };
-    }
-    if LAST_CHECK.get().is_some_and(|last_check| last_check.elapsed() < SIGNAL_INTERVAL) {
-        return Ok(());
-    }
-    let found = match with(|py| py.check_signals()) {
-        Ok(found) => found.map_err(|e| Error::Caller(Box::new(e))),
-        // The thread that ends the interpreter also finishes files that were never closed: it goes
-        // on.
-        Err(_) => Ok(()),
-    };
-    LAST_CHECK.set(Some(Instant::now()));
-    found
-}
-
-/// Does the same for operators, whose errors are text only: their caller sees a `RuntimeError`.
-pub fn signals_in_operator() -> Result<()> {
-    signals().map_err(|_| Error::Cancelled)
 }

@@ -8,7 +8,7 @@ use tensorizer::{ForkSafeMutex, TensorFile, matches_header, read_headers};
 use tensorizer_torch::handles::LentTensors;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
-use crate::signals;
+use crate::calls::signals;
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]

@@ -49,9 +49,12 @@ impl TensorIterator {
         let mut held = unpoisoned(self.tensors.lock());
         let _mark = self.holder.mark();
         let tensors = held.as_mut().ok_or_else(closed)?;
-        let cancel = || self.loads.report_and_check(&self.uri, self.closer.moved());
+        let cancel = || {
+            let (moved, arrived) = (self.closer.moved(), self.closer.arrived());
+            self.loads.report_and_check(&self.uri, moved, arrived)
+        };
         let (loaded, numbers) = tensors.next(&cancel)?;
-        self.loads.watch.tick(self.closer.moved())?;
+        self.loads.watch.tick(self.closer.moved(), 0)?;
         if numbers.is_empty() {
             self.loads.watch.end(self.closer.moved())?;
             return Ok(None);
@@ -82,9 +85,10 @@ impl TensorIterator {
     /// None at the end.
     fn next(&self, py: Python<'_>) -> Outcome<Option<(Handle, Vec<usize>)>> {
         self.closer.check_process()?;
-        let next = gil::without(py, || self.take_next())?;
+        let part = self.loads.enter(&self.uri);
+        let next = gil::without(py, || self.take_next()).inspect_err(|error| part.failed(error))?;
         if next.is_none() {
-            crate::watch::log(py)?;
+            crate::logs::log(py)?;
         }
         Ok(next)
     }

@@ -2,6 +2,7 @@
 
 mod cache;
 mod cached_heads;
+mod calls;
 mod crypt;
 mod device;
 mod errors;
@@ -10,6 +11,7 @@ mod gil;
 mod handle;
 mod headers;
 mod iterator;
+mod logs;
 mod memory;
 mod names;
 mod namespaces;
@@ -31,8 +33,6 @@ use tensorizer::environment::{self, set_guard};
 use tensorizer::format::TensorKind;
 use tensorizer_torch::{registered, set_interrupt, set_unlocked};
 
-use crate::gil::signals;
-
 /// Makes the variables `TENSORIZER_*` be read again, for tests.
 #[pyfunction]
 fn forget_environment() {
@@ -49,7 +49,7 @@ fn unknown_variables() -> Option<String> {
 fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     registered().map_err(pyo3::exceptions::PyImportError::new_err)?;
     gil::note_main(module.py())?;
-    set_interrupt(gil::signals_in_operator);
+    set_interrupt(calls::signals_in_operator);
     set_unlocked(gil::unlocked);
     // Code that changes `os.environ` holds the GIL, so that reads of the environment take it, too.
     set_guard(|body| {
@@ -62,6 +62,9 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
+    module.add_function(wrap_pyfunction!(calls::check_wait, module)?)?;
+    module.add_function(wrap_pyfunction!(calls::running, module)?)?;
+    module.add_function(wrap_pyfunction!(calls::set_heartbeat, module)?)?;
     module.add_function(wrap_pyfunction!(text::convert_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
     module.add_function(wrap_pyfunction!(unknown_variables, module)?)?;
@@ -90,6 +93,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(memory::effective_memory_limit, module)?)?;
     module.add_function(wrap_pyfunction!(memory::minimum_save_memory, module)?)?;
     module.add_function(wrap_pyfunction!(memory::time_first_touch, module)?)?;
+    module.add_class::<calls::Call>()?;
     module.add_class::<handle::Handle>()?;
     module.add_class::<iterator::TensorIterator>()?;
     module.add_class::<reader::Reader>()?;

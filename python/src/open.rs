@@ -12,15 +12,15 @@ use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::shards::{FILE_EXTENSIONS, MODEL_FILE_NAMES};
 use tensorizer::io::cache::Cache;
-use tensorizer::io::transport::Trust;
+use tensorizer::io::transport::{Trust, show_text};
 use tensorizer::io::uri::{self, Address};
 use tensorizer::io::{Facts, MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, StreamSource};
 
 use crate::cached_heads::{HeadFromPython, from_python};
+use crate::calls::{SAVING, enter_part, signals, signals_in_save};
 use crate::errors::{Outcome, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
-use crate::signals;
 use crate::sink::Sink;
 use crate::source::Source;
 
@@ -85,6 +85,16 @@ impl<'py> CallOptions<'py> {
     }
 }
 
+/// An address for messages, without its secrets.
+fn show(address: &str) -> String {
+    match uri::display_address(address) {
+        Some(shown) => shown,
+        // `@` begins a revision there, and ends a password elsewhere.
+        None if address.starts_with("hf:") => address.to_owned(),
+        None => show_text(address).to_owned(),
+    }
+}
+
 /// Opens an address or a path (a `str`), a descriptor (an `int`), a file in memory (`bytes`), or a
 /// Python object that has `read`.
 #[pyfunction]
@@ -112,17 +122,20 @@ pub fn open(
             return Ok(Source::new(gil::without(py, || uri::open_path(&path))?, 0));
         }
         let address = name.to_string_lossy().into_owned();
-        let options = options.resolved()?;
+        let (timeout, options) = (options.get("timeout")?, options.resolved()?);
+        let traffic = &options.transport.traffic;
+        let part = enter_part("opening", &show(&address), timeout, traffic);
         let opened = gil::without(py, || {
             if model {
                 return uri::open_model(&address, &options, &signals);
             }
             uri::open(&address, &options, &signals)
-        })?;
+        });
+        let opened = opened.inspect_err(|error| part.failed(error))?;
         if options.cache.is_some() && opened.facts().head().is_some() && !Cache::accepts(&*opened) {
             warn_of_no_tag(py, opened.uri())?;
         }
-        return Ok(Source::new(opened, 0));
+        return Ok(Source::new(opened, 0).of_call(timeout, options.transport.traffic));
     }
     if file.is_instance_of::<PyInt>() && !file.is_instance_of::<PyBool>() {
         let (descriptor, uri): (c_int, _) = (file.extract()?, uri());
@@ -174,8 +187,13 @@ pub fn create(
     address: String,
     options: Option<Bound<'_, PyDict>>,
 ) -> Outcome<Sink> {
-    let options = CallOptions(options).resolved()?;
-    Ok(Sink::new(gil::without(py, || uri::create_object(&address, &options, &signals))?))
+    let options = CallOptions(options);
+    let (timeout, options) = (options.get("timeout")?, options.resolved()?);
+    let traffic = &options.transport.traffic;
+    let part = enter_part(SAVING, &show(&address), timeout, traffic);
+    let made = gil::without(py, || uri::create_object(&address, &options, &signals_in_save));
+    let made = made.inspect_err(|error| part.failed(error))?;
+    Ok(Sink::new(made, timeout, Arc::clone(traffic)))
 }
 
 /// Returns the path that a string names, or None for the address of a server.

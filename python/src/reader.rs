@@ -12,6 +12,7 @@ use tensorizer::TensorFile;
 use tensorizer::codec::CompactHeader;
 use tensorizer::error::Result;
 use tensorizer::format::catalog::{Entry, data_len};
+use tensorizer::traffic::Traffic;
 use tensorizer::{IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load};
 use tensorizer_torch::fill::load_into_tensors;
 use tensorizer_torch::handles::{borrow, offer};
@@ -19,6 +20,7 @@ use tensorizer_torch::iterate::TorchTensors;
 use tensorizer_torch::load::{LoadDestination, load_tensors};
 
 use crate::cached_heads::{HeadForPython, for_python};
+use crate::calls::{signals, waits_for};
 use crate::crypt::Decryption;
 use crate::errors::{Outcome, Raised};
 use crate::gil;
@@ -27,7 +29,6 @@ use crate::headers::{HeaderCache, NamedHashes, hashes, matching};
 use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
 use crate::pickled::{PickledTuple, pickled};
-use crate::signals;
 use crate::source::{Source, python_bytes};
 use crate::verification::verification;
 use crate::watch::{LoadState, ReadOptions};
@@ -44,18 +45,17 @@ pub struct Reader {
 }
 
 impl Reader {
-    pub fn new(file: TensorFile) -> Self {
-        Reader {
-            file,
-            headers: HeaderCache::default(),
-            order: OnceLock::new(),
-            loads: Arc::default(),
-        }
+    pub fn new(file: TensorFile, traffic: &Arc<Traffic>) -> Self {
+        Self::with_loads(file, Arc::new(LoadState::counted_in(traffic)))
+    }
+
+    fn with_loads(file: TensorFile, loads: Arc<LoadState>) -> Self {
+        Reader { file, headers: HeaderCache::default(), order: OnceLock::new(), loads }
     }
 
     /// Returns a reader of the same file with other tensors.
     pub fn of_same(&self, file: TensorFile) -> Self {
-        Reader { loads: Arc::clone(&self.loads), ..Self::new(file) }
+        Self::with_loads(file, Arc::clone(&self.loads))
     }
 
     /// Keeps headers, and returns their module indices.
@@ -87,7 +87,7 @@ impl Reader {
         // An invalid name is an error later, when the tensor is looked up.
         let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
         let wanted: Option<BTreeSet<String>> = wanted;
-        let base = base.unwrap_or(source.base());
+        let (base, traffic) = (base.unwrap_or(source.base()), &source.traffic);
         let source = source.shared()?;
         let opening = Opening {
             storages: true,
@@ -95,7 +95,8 @@ impl Reader {
             wanted: wanted.as_ref(),
             ..Opening::new(&signals)
         };
-        Ok(Self::new(gil::without(py, || opening.source(source, base))?))
+        waits_for("reading the index of", source.uri());
+        Ok(Self::new(gil::without(py, || opening.source(source, base))?, traffic))
     }
 
     /// Returns cached heads, with which other processes open its files without a request.
@@ -125,10 +126,18 @@ impl Reader {
     }
 
     /// Sets how its loads, and those of its slices and parts, read.
-    #[pyo3(signature = (*, verify, readers, map, separate_memory))]
-    fn set_options(&self, verify: &str, readers: Option<usize>, map: bool, separate_memory: bool) {
+    #[pyo3(signature = (*, verify, readers, map, separate_memory, timeout))]
+    fn set_options(
+        &self,
+        verify: &str,
+        readers: Option<usize>,
+        map: bool,
+        separate_memory: bool,
+        timeout: Option<f64>,
+    ) {
         let verify = verification(verify);
-        self.loads.set_reading(ReadOptions { verify, readers, map, separate_memory });
+        let options = ReadOptions { verify, readers, map, separate_memory };
+        self.loads.set_reading(options, timeout);
     }
 
     /// Limits the memory of its loads; `reserved` bytes of the limit are for the caller.
@@ -336,6 +345,7 @@ impl Reader {
 
     /// Reads bytes of the file as they are.
     fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Outcome<Bound<'py, PyBytes>> {
+        let _part = self.loads.enter(self.file.uri());
         let read = |buffer: &mut [u8]| gil::without(py, || self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
     }
@@ -411,6 +421,7 @@ impl Reader {
         let order = if ready { Order::Ready } else { Order::File };
         let load = self.loads.options(None, readers, false);
         let options = IterateOptions { load, buffer_bytes, order, complete };
+        let _part = self.loads.enter(self.file.uri());
         let tensors =
             gil::without(py, || TorchTensors::new(&self.file, &numbers, device, &options))?;
         Ok(TensorIterator::new(tensors, Arc::clone(&self.loads), self.file.uri()))

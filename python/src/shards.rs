@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
+use tensorizer::traffic::Traffic;
 use tensorizer::{ForkSafeMutex, Opening, ShardIndex as Index};
 
+use crate::calls::signals;
 use crate::errors::Outcome;
 use crate::gil;
 use crate::names::plain_name;
 use crate::reader::Reader;
-use crate::signals;
 use crate::source::Source;
 
 /// An index that was read. All methods may be called from several threads.
@@ -18,6 +19,8 @@ use crate::source::Source;
 pub struct ShardIndex {
     index: ForkSafeMutex<Option<Arc<Index>>>,
     uri: String,
+    /// The requests of its files.
+    traffic: Arc<Traffic>,
 }
 
 impl ShardIndex {
@@ -35,11 +38,13 @@ impl ShardIndex {
     /// Reads the index of a source; None if the source is something else, or can be read only once.
     #[staticmethod]
     fn of(py: Python<'_>, source: &Source) -> Outcome<Option<Self>> {
-        let (base, source) = (source.base(), source.shared()?);
+        let (base, traffic) = (source.base(), Arc::clone(&source.traffic));
+        let source = source.shared()?;
         let index = gil::without(py, || Index::of_source(source, base, &signals))?;
         Ok(index.map(|index| ShardIndex {
             uri: index.uri().to_owned(),
             index: ForkSafeMutex::new(Some(Arc::new(index))),
+            traffic,
         }))
     }
 
@@ -53,14 +58,14 @@ impl ShardIndex {
     fn open(&self, py: Python<'_>, file: usize) -> Outcome<Reader> {
         let index = self.shared()?;
         let opening = Opening { storages: true, ..Opening::new(&signals) };
-        Ok(Reader::new(gil::without(py, || index.open_one(file, &opening))?))
+        Ok(Reader::new(gil::without(py, || index.open_one(file, &opening))?, &self.traffic))
     }
 
     /// Opens all files.
     fn open_all(&self, py: Python<'_>) -> Outcome<Reader> {
         let index = self.shared()?;
         let opening = Opening { storages: true, ..Opening::new(&signals) };
-        Ok(Reader::new(gil::without(py, || index.open_wanted(&opening))?))
+        Ok(Reader::new(gil::without(py, || index.open_wanted(&opening))?, &self.traffic))
     }
 
     fn close(&self) {

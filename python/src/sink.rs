@@ -3,7 +3,7 @@
 use std::ffi::{OsString, c_int};
 use std::os::fd::IntoRawFd as _;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -13,11 +13,12 @@ use tensorizer::io::local::FileSink;
 use tensorizer::io::object::UploadSink;
 use tensorizer::io::uri::create_file;
 use tensorizer::io::{Ending, Published, WriteAt, write_all_at};
+use tensorizer::traffic::Traffic;
 use tensorizer::unpoisoned;
 
+use crate::calls::{Entered, SAVING, enter_part, signals_in_save};
 use crate::errors::Outcome;
 use crate::gil;
-use crate::signals;
 
 /// Bytes that one thread sends at a time.
 const CHUNK_LEN: usize = 8 << 20;
@@ -35,13 +36,16 @@ pub fn describe_unclosed(outcome: Published) -> (bool, Option<OsString>) {
 
 /// Publishes a file. False if a later save was complete before.
 fn publish(sink: &mut dyn WriteAt, len: u64) -> Result<bool> {
-    Ok(sink.publish(len, Ending::Finished, &signals)? != Published::Overtaken)
+    Ok(sink.publish(len, Ending::Finished, &signals_in_save)? != Published::Overtaken)
 }
 
 /// An object that appears whole, when it is published, or not at all.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Sink {
     sink: Option<UploadSink>,
+    /// The time limit of each call, in seconds.
+    timeout: Option<f64>,
+    traffic: Arc<Traffic>,
 }
 
 impl Drop for Sink {
@@ -57,8 +61,12 @@ impl Drop for Sink {
 }
 
 impl Sink {
-    pub fn new(sink: UploadSink) -> Self {
-        Sink { sink: Some(sink) }
+    pub fn new(sink: UploadSink, timeout: Option<f64>, traffic: Arc<Traffic>) -> Self {
+        Sink { sink: Some(sink), timeout, traffic }
+    }
+
+    fn enter(&self, sink: &UploadSink) -> Entered {
+        enter_part(SAVING, sink.uri(), self.timeout, &self.traffic)
     }
 
     /// Returns the same object, for a writer.
@@ -72,15 +80,17 @@ impl Sink {
     /// Writes bytes that were not written before. Parts that they complete are sent in parallel.
     fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> Outcome<()> {
         let (data, sink) = (data.as_bytes(), self.shared()?);
+        let _part = self.enter(&sink);
         Ok(gil::without(py, || -> Result<_> {
             let chunks = data.chunks(CHUNK_LEN).enumerate();
             let threads = if chunks.len() < 2 { 0 } else { sink.facts().default_writers };
-            let sent = workers::map(threads, chunks, &signals, |(number, chunk), control| {
-                let mut buffers = [std::io::IoSlice::new(chunk)];
-                let at = offset + (number * CHUNK_LEN) as u64;
-                write_all_at(&sink, at, &mut buffers, control)?;
-                sink.finish_deferred_writes(control)
-            });
+            let sent =
+                workers::map(threads, chunks, &signals_in_save, |(number, chunk), control| {
+                    let mut buffers = [std::io::IoSlice::new(chunk)];
+                    let at = offset + (number * CHUNK_LEN) as u64;
+                    write_all_at(&sink, at, &mut buffers, control)?;
+                    sink.finish_deferred_writes(control)
+                });
             sent.map(drop)
         })?)
     }
@@ -88,13 +98,15 @@ impl Sink {
     /// Ends the object at `len` bytes and makes it visible. False if a later save of this process
     /// to its address was complete before: then it was dropped.
     fn publish(&self, py: Python<'_>, len: u64) -> Outcome<bool> {
-        Ok(gil::without(py, || publish(&mut self.shared()?, len))?)
+        let mut sink = self.shared()?;
+        let _part = self.enter(&sink);
+        Ok(gil::without(py, || publish(&mut sink, len))?)
     }
 
     /// Abandons the object.
     fn abandon(&self, py: Python<'_>) -> Outcome<()> {
         let sink = self.shared()?;
-        Ok(gil::without(py, || sink.abort(&signals))?)
+        Ok(gil::without(py, || sink.abort(&signals_in_save))?)
     }
 
     /// The address.
@@ -136,7 +148,9 @@ impl PathSink {
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Outcome<(bool, Option<OsString>)> {
         let sink = unpoisoned(self.sink.lock()).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
-        Ok(describe_unclosed(gil::without(py, || sink.publish(len, Ending::Unclosed, &signals))?))
+        Ok(describe_unclosed(gil::without(py, || {
+            sink.publish(len, Ending::Unclosed, &signals_in_save)
+        })?))
     }
 
     /// Abandons the file.

@@ -7,11 +7,12 @@ use pyo3::types::PyBytes;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::{ReadAt, WantedRead};
 use tensorizer::mem::Buffers;
+use tensorizer::traffic::{self, Traffic};
 use tensorizer::{ForkSafeMutex, to_usize};
 
+use crate::calls::{enter_part, signals};
 use crate::errors::Outcome;
 use crate::gil;
-use crate::signals;
 
 /// Bytes for which a read allocates memory at first; then the memory doubles.
 const STEP: usize = 8 << 20;
@@ -24,6 +25,9 @@ pub struct Source {
     /// Position of the file's first byte.
     base: u64,
     front: ForkSafeMutex<Front>,
+    timeout: Option<f64>,
+    /// The requests of the file.
+    pub traffic: Arc<Traffic>,
 }
 
 /// Reads from the front on.
@@ -38,7 +42,13 @@ struct Front {
 impl Source {
     pub fn new(source: Arc<dyn ReadAt>, base: u64) -> Self {
         let (uri, source) = (source.uri().to_owned(), ForkSafeMutex::new(Some(source)));
-        Source { uri, source, base, front: ForkSafeMutex::default() }
+        let (front, traffic) = (ForkSafeMutex::default(), traffic::current());
+        Source { uri, source, base, front, timeout: None, traffic }
+    }
+
+    /// The same source, with a time limit of each read, in seconds; its requests are counted here.
+    pub fn of_call(self, timeout: Option<f64>, traffic: Arc<Traffic>) -> Self {
+        Source { timeout, traffic, ..self }
     }
 
     /// Position of the file's first byte.
@@ -71,6 +81,9 @@ impl Source {
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Outcome<Bound<'py, PyBytes>> {
         let source = self.shared()?;
         self.note_start(&*source, offset);
+        let part = enter_part("reading", &self.uri, self.timeout, &self.traffic);
+        // Another thread may close the file meanwhile.
+        let go_on = || self.shared().and_then(|_| signals());
         let bytes = gil::without(py, || -> Result<_> {
             let available = source.facts().len.unwrap_or(u64::MAX).saturating_sub(offset);
             let len = len.min(to_usize(available));
@@ -90,14 +103,15 @@ impl Source {
                 }
                 let rest = bytes.split_at_mut(done).1;
                 let at = offset.saturating_add(done as u64);
-                match source.read_at(at, &mut Buffers::from_slice(rest), &signals)? {
+                match source.read_at(at, &mut Buffers::from_slice(rest), &go_on)? {
                     0 => break,
                     read => done += read,
                 }
             }
             bytes.truncate(done);
             Ok(bytes)
-        })?;
+        });
+        let bytes = bytes.inspect_err(|error| part.failed(error))?;
         self.front.lock().end = offset.saturating_add(bytes.len() as u64);
         Ok(python_bytes(py, &bytes)?)
     }

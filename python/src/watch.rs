@@ -1,21 +1,22 @@
-//! The progress of the loads or writes of a file: reported to a callable while they run, and logged
-//! when they have ended.
+//! The loads or writes of a file: their options, and their progress, which is reported to a callable
+//! while they run.
 
-use std::collections::BTreeSet;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
-use tensorizer::io::cache::NOT_CACHED;
-use tensorizer::stats::{Counters, OLDER_COPY, Report, take_thread_report};
+use tensorizer::stats::Counters;
+use tensorizer::traffic::Traffic;
 use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit, Verify};
 
+use crate::calls::{self, Entered, HEARTBEAT, signals};
 use crate::errors::Outcome;
+use crate::gil;
+use crate::logs::log;
 use crate::verification::verification;
-use crate::{gil, signals};
 
 /// Reports progress to a callable.
 #[derive(Default)]
@@ -25,6 +26,7 @@ pub struct Watch {
     /// Bytes of the calls that have ended.
     ended_bytes: AtomicU64,
     reported: AtomicU64,
+    last_report: ForkSafeMutex<Option<Instant>>,
 }
 
 impl Watch {
@@ -33,14 +35,19 @@ impl Watch {
         let _ = self.callback.set(callback);
     }
 
-    /// Reports the bytes that a running call has moved, on the thread that checks for signals. An
-    /// exception of the callable ends the call.
-    pub fn tick(&self, moved: u64) -> Result<()> {
+    /// Reports the bytes that a running call has moved, on the thread that checks for signals; at
+    /// intervals, those that have arrived. An exception of the callable ends the call.
+    pub fn tick(&self, moved: u64, arrived: u64) -> Result<()> {
         let Some(callback) = self.callback.get() else { return Ok(()) };
-        let sum = self.ended_bytes.load(Ordering::Relaxed).saturating_add(moved);
+        let mut last = self.last_report.lock();
+        let is_late = last.is_none_or(|last| last.elapsed() >= HEARTBEAT);
+        let done = if is_late { arrived.max(moved) } else { moved };
+        let sum = self.ended_bytes.load(Ordering::Relaxed).saturating_add(done);
         if self.reported.fetch_max(sum, Ordering::Relaxed) >= sum {
             return Ok(());
         }
+        *last = Some(Instant::now());
+        drop(last);
         let reported = gil::with(|py| callback.call1(py, (sum,)).map(drop))?;
         reported.map_err(|e| Error::Caller(Box::new(e)))
     }
@@ -48,7 +55,7 @@ impl Watch {
     /// Adds the bytes of an ended call, and reports the sum.
     pub fn end(&self, moved: u64) -> Result<()> {
         self.ended_bytes.fetch_add(moved, Ordering::Relaxed);
-        self.tick(0)
+        self.tick(0, 0)
     }
 }
 
@@ -79,19 +86,29 @@ pub struct LoadState {
     pub watch: Watch,
     memory: ForkSafeMutex<MemoryLimit>,
     shares_cache: AtomicBool,
+    /// The time limit of each load, in seconds.
+    timeout: ForkSafeMutex<Option<f64>>,
+    /// The requests of its files.
+    traffic: Arc<Traffic>,
     /// A fallback that the next load reports.
     fallback: ForkSafeMutex<Option<String>>,
 }
 
 impl LoadState {
+    /// The state of the loads of a file whose requests are counted here.
+    pub fn counted_in(traffic: &Arc<Traffic>) -> Self {
+        LoadState { traffic: Arc::clone(traffic), ..LoadState::default() }
+    }
+
     /// Ends loads that are under way, and refuses new ones.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
     /// Sets how later loads read.
-    pub fn set_reading(&self, options: ReadOptions) {
+    pub fn set_reading(&self, options: ReadOptions, timeout: Option<f64>) {
         *self.reading.lock() = options;
+        *self.timeout.lock() = timeout;
     }
 
     /// True if each tensor on a device gets memory of its own.
@@ -129,12 +146,17 @@ impl LoadState {
     }
 
     /// Reports the bytes that a load has moved. Returns an error if the load is to end.
-    pub fn report_and_check(&self, uri: &str, moved: u64) -> Result<()> {
+    pub fn report_and_check(&self, uri: &str, moved: u64, arrived: u64) -> Result<()> {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(Error::Closed(format!("the load of `{uri}` was stopped before its end")));
         }
         signals()?;
-        self.watch.tick(moved)
+        self.watch.tick(moved, arrived)
+    }
+
+    /// Begins a load as a part of the call that this thread is in.
+    pub fn enter(&self, uri: &str) -> Entered {
+        calls::enter_part("loading", uri, *self.timeout.lock(), &self.traffic)
     }
 
     /// Runs a load without the GIL. Its progress is reported while it runs, and it is logged.
@@ -144,68 +166,20 @@ impl LoadState {
         uri: &str,
         load: impl FnOnce(&Counters, &dyn Cancel) -> Result<T> + Send,
     ) -> Outcome<T> {
-        let counters = Counters::default();
+        let part = self.enter(uri);
+        let counters = Counters::default().lazy(part.is_outermost());
         if let Some(why) = self.fallback.lock().take() {
             counters.fallback(&why);
         }
         let loaded = gil::without(py, || {
-            let report_and_check = || self.report_and_check(uri, counters.moved());
+            let report_and_check =
+                || self.report_and_check(uri, counters.moved(), counters.arrived());
             let loaded = load(&counters, &report_and_check)?;
             self.watch.end(counters.moved())?;
             Ok(loaded)
-        })?;
+        });
+        let loaded = loaded.inspect_err(|error| part.failed(error))?;
         log(py)?;
         Ok(loaded)
     }
-}
-
-const INFO: u8 = 20;
-
-/// Logs the load or save that has ended on this thread.
-pub fn log(py: Python<'_>) -> PyResult<()> {
-    static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let Some(report) = take_thread_report() else { return Ok(()) };
-    warn_of_caches(py, &report)?;
-    let logger = LOGGER.get_or_try_init(py, || {
-        let logging = py.import("logging")?;
-        logging.call_method1("getLogger", ("tensorizer",)).map(Bound::unbind)
-    })?;
-    if logger.call_method1(py, "isEnabledFor", (INFO,))?.is_truthy(py)? {
-        logger.call_method1(py, "info", ("%s", line(&report)))?;
-    }
-    Ok(())
-}
-
-/// Warns, once for each reason, that the cache does not keep a file, or that another cache was used.
-fn warn_of_caches(py: Python<'_>, report: &Report) -> PyResult<()> {
-    static WARNED: ForkSafeMutex<BTreeSet<String>> = ForkSafeMutex::new(BTreeSet::new());
-    let of_cache = |why: &&String| why.starts_with(NOT_CACHED) || why.starts_with(OLDER_COPY);
-    for why in report.fallbacks.iter().filter(of_cache) {
-        let is_new = WARNED.lock().insert(why.clone());
-        if is_new {
-            py.import("warnings")?.call_method1("warn", (why,))?;
-        }
-    }
-    Ok(())
-}
-
-/// Describes a call in one line.
-fn line(report: &Report) -> String {
-    let Report { what, uri, device, tensors, bytes, threads, elapsed, reading, fallbacks, .. } =
-        report;
-    let (what, direction) = if *what == "save" { ("saved", "from") } else { ("loaded", "to") };
-    let seconds = elapsed.as_secs_f64();
-    #[allow(clippy::cast_precision_loss)] // Only for a log message.
-    let rate = *bytes as f64 / seconds.max(1e-9) / 1e9;
-    let mut line = format!(
-        "{what} {tensors} tensors, {bytes} bytes in {seconds:.3} s ({rate:.2} GB/s) {direction} {device}, \
-         {threads} threads: {uri}"
-    );
-    if !reading.is_empty() {
-        line += &format!("; {reading}");
-    }
-    for fallback in fallbacks {
-        line += &format!("; {fallback}");
-    }
-    line
 }

@@ -17,20 +17,22 @@ use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
 use tensorizer::io::uri::check_target;
+use tensorizer::traffic::{self, Traffic};
 use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor, unpoisoned};
 use tensorizer_torch::handles::{LentTensors, borrow};
 use tensorizer_torch::lock_holder::LockHolder;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
+use crate::calls::{SAVING, enter_part, signals_in_save};
 use crate::crypt::Encryption;
 use crate::errors::Outcome;
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
+use crate::logs::log;
 use crate::names::name_from_python;
-use crate::signals;
 use crate::sink::{Sink, describe_unclosed};
-use crate::watch::{Watch, log};
+use crate::watch::Watch;
 
 /// A file under construction. Calls run one at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -41,6 +43,9 @@ pub struct TensorWriter {
     uri: String,
     progress: Arc<AtomicU64>,
     watch: Watch,
+    /// The time limit of each call, in seconds.
+    timeout: Option<f64>,
+    traffic: Arc<Traffic>,
 }
 
 /// The options of a new file, as Python passes them.
@@ -55,6 +60,7 @@ struct WriterArguments {
     clear_metadata: bool,
     memory: Option<u64>,
     reserved_memory: u64,
+    timeout: Option<f64>,
 }
 
 impl WriterArguments {
@@ -105,7 +111,7 @@ impl Drop for TensorWriter {
 
 impl TensorWriter {
     fn new(sink: Result<Box<dyn WriteAt>>, base: u64, arguments: WriterArguments) -> Outcome<Self> {
-        let options = arguments.options()?;
+        let (timeout, options) = (arguments.timeout, arguments.options()?);
         let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(TensorWriter {
             progress: inner.progress(),
@@ -114,6 +120,8 @@ impl TensorWriter {
             inner: Mutex::new(inner),
             holder: LockHolder::default(),
             watch: Watch::default(),
+            timeout,
+            traffic: traffic::current(),
         })
     }
 
@@ -138,7 +146,8 @@ impl TensorWriter {
         };
         let _mark = self.holder.mark();
         let inner = &mut *inner;
-        Ok(gil::without(py, || body(inner))?)
+        let part = enter_part(SAVING, &self.uri, self.timeout, &self.traffic);
+        Ok(gil::without(py, || body(inner)).inspect_err(|error| part.failed(error))?)
     }
 
     /// Runs a write. Its progress is reported while it runs, and it is logged.
@@ -150,11 +159,11 @@ impl TensorWriter {
         let written = || self.progress.load(Ordering::Relaxed);
         self.with(py, |writer| {
             let go_on = || {
-                signals()?;
-                self.watch.tick(written())
+                signals_in_save()?;
+                self.watch.tick(written(), 0)
             };
             write(writer, &go_on)?;
-            self.watch.tick(written())
+            self.watch.tick(written(), 0)
         })?;
         Ok(log(py)?)
     }
@@ -280,13 +289,13 @@ impl TensorWriter {
     /// Ends the file and makes it visible. False if a later save of this process to its path or
     /// address was complete before: then the file was dropped.
     fn finish(&self, py: Python<'_>) -> Outcome<bool> {
-        self.with(py, |writer| writer.finish(&signals).map(|()| !writer.overtaken()))
+        self.with(py, |writer| writer.finish(&signals_in_save).map(|()| !writer.overtaken()))
     }
 
     /// Ends a file that was never closed; another file that has its name stays. Returns whether it
     /// exists, and its path if it did not get its own name.
     fn finish_unclosed(&self, py: Python<'_>) -> Outcome<(bool, Option<OsString>)> {
-        Ok(describe_unclosed(self.with(py, |writer| writer.finish_unclosed(&signals))?))
+        Ok(describe_unclosed(self.with(py, |writer| writer.finish_unclosed(&signals_in_save))?))
     }
 
     /// True if a write has failed half-way, so that the file can only be abandoned.

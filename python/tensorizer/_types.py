@@ -62,6 +62,8 @@ class OpenOptions(TypedDict, total=False):
     force_http: bool | None
     region: str | None
     session_token: str | None
+    #: Seconds for opening, and for each later call.
+    timeout: float | None
     #: ``"auto"``, ``"path"`` or ``"virtual"``.
     addressing_style: str | None
     #: The server's encryption of uploads, and the id of its key.

@@ -169,6 +169,9 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn report_fallbacks(&self, counters: &Counters) {
         for source in self.sources().iter() {
+            if source.facts().local_copy().is_some() {
+                counters.local_copy();
+            }
             source.facts().fallback().into_iter().for_each(|why| counters.fallback(&why));
         }
     }

@@ -21,9 +21,9 @@ use crate::codec::{self, HashPool};
 use crate::error::Result;
 use crate::fallible::try_zeroed;
 use crate::io::{ReadAt, read_exact_at};
-use crate::mem::Buffers;
 use crate::mem::device::Event;
 use crate::mem::numa::Affinity;
+use crate::mem::{ArrivalObserver, Buffers};
 use crate::numbers::{ExtentNumber, TensorNumber};
 use crate::stats::{Counters, Stage, times_first_touch};
 use crate::sys::sync::{Mutex, unpoisoned};
@@ -50,6 +50,16 @@ pub struct ReadTask<'r, D: Destination> {
     pub affinity: Affinity,
     /// The NUMA node of each device, where it is known.
     pub nodes: Vec<Option<usize>>,
+}
+
+/// Counts the bytes that arrive for a reader.
+struct Arrivals<'a>(&'a Control<'a>, &'a Counters);
+
+impl ArrivalObserver for Arrivals<'_> {
+    fn arrived(&self, bytes: u64) {
+        self.0.arrived(bytes);
+        self.1.bytes_arrived(bytes);
+    }
 }
 
 type Job<'r, D> = ReadJob<Gather<'r, D>>;
@@ -219,13 +229,14 @@ impl<'r, D: Destination> ReadTask<'r, D> {
             .counters
             .time(Stage::Memory, || self.to.acquire(ticket, batch, planned, &idle, control))?;
         let what = || "tensors".to_owned();
+        let arrivals = Arrivals(control, self.counters);
         self.counters.time(Stage::Read, || {
             lease.fill(&|from, buffers| {
                 let at = offset.saturating_add(from);
                 if times_first_touch() {
                     self.counters.time(Stage::FirstTouch, || buffers.prefault());
                 }
-                buffers.with_observer(control, |b| read_exact_at(source, at, b, &what, control))
+                buffers.with_observer(&arrivals, |b| read_exact_at(source, at, b, &what, control))
             })
         })?;
         let BatchContents { single_chunk, pooled, arrivals, data_len } =

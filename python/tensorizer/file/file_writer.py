@@ -48,6 +48,7 @@ class FileWriter:
         clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         progress: Reports the bytes that are written.
         memory_limit: The most bytes that a write has in flight beside the tensors.
+        timeout: The seconds that each call may take.
         reserved_memory: The bytes of the limit that are reserved for something else.
         allow_meta: True if tensors of the meta device may be recorded without data.
         closes_stream: False to leave a file object of the caller open.
@@ -75,6 +76,7 @@ class FileWriter:
         clear_metadata: bool = False,
         progress: ProgressReporter | None = None,
         memory_limit: int | None = None,
+        timeout: float | None = None,
         reserved_memory: int = 0,
         allow_meta: bool = False,
         closes_stream: bool = True,
@@ -104,6 +106,7 @@ class FileWriter:
             "clear_metadata": bool(clear_metadata),
             "memory": checked_memory_limit(memory_limit),
             "reserved_memory": reserved_memory,
+            "timeout": timeout,
         }
         stream = open_address(file_obj, "wb")
         self.native = self._writer = _open(stream, options)

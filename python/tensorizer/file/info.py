@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._errors import FormatError
+from .._native import Call
 from .._types import Name
 from .encryption import DecryptionParams
 from .open_file import OpenFile
@@ -82,6 +83,7 @@ def info(
     *,
     hashes: bool = False,
     encryption: DecryptionParams | None = None,
+    timeout: float | None = None,
 ) -> FileInfo:
     """Return a description of a file, without reading the data of its tensors.
 
@@ -90,12 +92,14 @@ def info(
         hashes: Also read the hashes of every tensor, which are stored in front of its data.
         encryption: A key or passphrase to check the seal of an encrypted file. Names and shapes
             need no key.
+        timeout: The seconds that the call may take; then it is a ``TimeoutError``. None for no
+            limit.
 
     Raises:
         OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
 
     """
-    with OpenFile(uri, encryption=encryption, key_needed=False) as file:
+    with Call("info", timeout), OpenFile(uri, encryption=encryption, key_needed=False) as file:
         reader = file.reader
         every = range(len(file))
         files = tuple(reader.files())

@@ -115,6 +115,7 @@ class OpenFile:
                 "readers": num_readers,
                 "map": self.maps,
                 "separate_memory": options.get("clone", False),
+                "timeout": options.get("timeout"),
             }
             keep_heads = by_address and heads is not None and not heads
             opened = opening.source_opener(file_obj, heads, cache_dir)
@@ -314,8 +315,9 @@ class OpenFile:
         return [] if self._checkpoint is None else self._checkpoint.left_out
 
     def close(self) -> None:
-        """Close the file. Closing again does nothing."""
+        """Close the file, and end what other threads do with it. Closing again does nothing."""
         self._closed = True
+        self.stop()
         if self._shards is not None:
             self._shards.close()
         if self._reader is not None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
+from .._native import Call
 from .._types import Hashes, VerifyHash
 from . import hints
 from .arguments import check_num_readers, checked_memory_limit, checked_verification
@@ -38,6 +39,10 @@ class ReadOptions(TypedDict, total=False):
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
             file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
             ``OSError``. See ``docs/how-to/cache.md``.
+        timeout: The seconds that the whole call may take, opening included; then it is a
+            ``TimeoutError``, which says what was waited for. An object that reads later, such as a
+            :class:`TensorDeserializer` with ``lazy_load``, gives each later call as much time; that
+            of :func:`iterate` counts until its last tensor. None for no limit.
 
     """
 
@@ -46,6 +51,7 @@ class ReadOptions(TypedDict, total=False):
     num_readers: int | None
     memory_limit: int | None
     cache_dir: str | os.PathLike[Any] | None
+    timeout: float | None
 
 
 class LoadOptions(ReadOptions, total=False):
@@ -91,6 +97,9 @@ class SaveOptions(TypedDict, total=False):
             that are encrypted and hashed, staging memory, parts of an upload, and the beginning of
             its object. As many threads and connections are used as fit. None for the value of
             ``TENSORIZER_MEMORY_MB``.
+        timeout: The seconds that the whole call may take; then it is a ``TimeoutError``, which says
+            what was waited for, and there is no new file. A :class:`TensorSerializer` gives each
+            call as much time. None for no limit.
 
     """
 
@@ -100,6 +109,7 @@ class SaveOptions(TypedDict, total=False):
     metadata: Mapping[str, str] | None
     clear_metadata: bool
     memory_limit: int | None
+    timeout: float | None
 
 
 #: The defaults that are not None.
@@ -129,6 +139,7 @@ def takes(options: type) -> Callable[[_Function], _Function]:
         signature = inspect.signature(function)
         own = [one for one in signature.parameters.values() if one.kind != one.VAR_KEYWORD]
         known = {one.name for one in (*own, *shown)}
+        name_of_function = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +149,8 @@ def takes(options: type) -> Callable[[_Function], _Function]:
                         f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
                         f"{hints.of_option(name, known)}"
                     )
-            return function(*args, **kwargs)
+            with Call(name_of_function, kwargs.get("timeout"), options is SaveOptions):
+                return function(*args, **kwargs)
 
         checked.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 from torch.nn.parameter import is_lazy
 
+from .._native import set_heartbeat
 from ..tensors.usage import convert_bytes
 
 #: The argument ``progress=``: True for a bar, or a function to call with the bytes of tensor data
@@ -20,6 +21,8 @@ ProgressType = bool | Callable[[int, int], object]
 #: Seconds between two redraws of a bar.
 _REDRAW_SECONDS = 0.1
 _BAR_WIDTH = 30
+#: Seconds after which a function is called again.
+_LONGEST_SILENCE = 0.9
 
 
 def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -54,9 +57,12 @@ class ProgressReporter:
             self._callback = progress
         elif progress and sys.stderr is not None and sys.stderr.isatty():
             self._callback = TerminalBar().show
+        if self._callback is not None:
+            set_heartbeat(self._beat)
         self.total = total
         self.waits_for_flush = False
         self._done = -1
+        self._called = time.monotonic()
         self._parts: list[int] = []
 
     def part(self) -> Callable[[int], None] | None:
@@ -86,7 +92,17 @@ class ProgressReporter:
         done = min(done, self.total)
         if self._callback is not None and done > self._done:
             self._done = done
+            self._call(done)
+
+    def _call(self, done: int) -> None:
+        if self._callback is not None:
+            self._called = time.monotonic()
             self._callback(done, self.total)
+
+    def _beat(self) -> None:
+        """Report again what was reported last, about once a second while nothing arrives."""
+        if time.monotonic() - self._called >= _LONGEST_SILENCE:
+            self._call(max(self._done, 0))
 
     def __enter__(self) -> ProgressReporter:
         return self

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .._native import check_wait
+
 _T = TypeVar("_T")
 
 #: Seconds between two checks of the store: at first; at most, with few members; and, with many, for
@@ -330,6 +332,7 @@ def on_thread(
                     _start(run)
                 # A signal ends the wait at once, ``_thread.interrupt_main`` when it is over.
                 while not ended.wait(20 * _PAUSE):
+                    check_wait()
                     if time.monotonic() > until:
                         raise TimeoutError(f"no answer within {seconds:.0f} s")
             except BaseException as error:

@@ -54,6 +54,7 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     s3_session_token: str | None = None,
     s3: Mapping[str, str] | None = None,
     certificate_handling: CAInfo | None = None,
+    timeout: float | None = None,
 ) -> CURLStreamFile | RedisStreamFile | UploadFile | BinaryIO:
     """Open a local path or an address as a binary file.
 
@@ -90,6 +91,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             ``ServerSideEncryption`` and ``SSEKMSKeyId`` (of uploads), ``RequestPayer``
             (``"requester"``).
         certificate_handling: The certificates to trust.
+        timeout: For servers: the seconds that opening, and each later call, may take; then it is a
+            ``TimeoutError``. None for no limit.
 
     Raises:
         ValueError: The mode is not allowed for the address, a path to write is a misspelled address
@@ -118,6 +121,7 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             "force_http": force_http,
             "region": s3_region_name,
             "session_token": s3_session_token,
+            "timeout": timeout,
             **_s3_options(s3 or {}),
             **certificate_options(certificate_handling),
         }

@@ -264,6 +264,11 @@ impl Closer {
         self.0.counters.moved()
     }
 
+    /// Returns the bytes that have arrived so far.
+    pub fn arrived(&self) -> u64 {
+        self.0.counters.arrived()
+    }
+
     /// Refuses calls in a forked child: the load runs in the parent process.
     pub fn check_process(&self) -> Result<()> {
         if self.0.owner().is_current() {

@@ -43,10 +43,12 @@ impl Cache {
         });
         found.iter().for_each(CacheEntry::mark_used);
         let why = usable.err().filter(|_| found.is_none());
-        let is_full =
-            |e: &io::Error| matches!(e.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
-        // The folder was not usable when the call began, but for a full disk.
-        if let Some(e) = why.as_ref().filter(|e| self.is_required && !is_full(e)) {
+        let is_no_mistake = |e: &io::Error| {
+            use ErrorKind::{QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+            matches!(e.kind(), StorageFull | QuotaExceeded | ReadOnlyFilesystem)
+        };
+        // The folder was not usable when the call began, but for a full or read-only disk.
+        if let Some(e) = why.as_ref().filter(|e| self.is_required && !is_no_mistake(e)) {
             let what = format!("{e}: pass a folder of your own in which you may write, or none");
             return Err(self.error(io::Error::new(e.kind(), what)));
         }

@@ -12,7 +12,7 @@ use super::local_cache::hf_home;
 use crate::cancel::Cancel;
 use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH, OLD_TOKEN};
 use crate::error::{Error, Result};
-use crate::io::transport::{ErrorDocument, TransportOptions};
+use crate::io::transport::{ErrorDocument, TransportOptions, request_ids};
 use crate::io::{HubChecksum, http};
 
 /// The address of the hub, unless the environment names another.
@@ -127,7 +127,8 @@ impl Hub {
         }
         let code = header_text(headers, "x-error-code").unwrap_or("");
         let reason = ErrorDocument::read(headers, &[]).without(self.token.as_slice());
-        let answer = format!("the hub answered {status}{reason}");
+        let ids = request_ids(headers);
+        let answer = format!("the hub answered {status}{reason}{ids}");
         let kind = match status {
             StatusCode::NOT_FOUND | StatusCode::GONE => ErrorKind::NotFound,
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::PermissionDenied,

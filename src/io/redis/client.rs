@@ -139,6 +139,7 @@ impl RedisConnections {
         let (stream, receive_limit) = &connection.client;
         let mut stream = stream.clone();
         receive_limit.set(max_bytes.saturating_add(OVERHEAD));
+        budget.options.traffic.request();
         let replies = connection.events.run(budget, async {
             commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
         });

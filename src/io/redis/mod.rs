@@ -353,6 +353,7 @@ impl ReadAt for RedisSource {
             done += into.fill_from(&bytes);
         }
         into.arrived(done as u64);
+        budget.received(done as u64);
         Ok(done)
     }
 }

@@ -23,6 +23,7 @@ use super::tls::AlpnProtocols;
 use super::{Failure, Tls, TransportOptions, timer};
 use crate::environment::read_guarded;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::traffic::Traffic;
 
 /// The protocols that servers may choose from, the best first.
 const PROTOCOLS: AlpnProtocols = &[b"h2", b"http/1.1"];
@@ -50,6 +51,7 @@ pub struct ClientConfig {
     hint: Arc<str>,
     /// The cookies that servers have set: a redirect may expect one.
     cookies: Arc<ForkSafeMutex<CookieStore>>,
+    traffic: Arc<Traffic>,
 }
 
 impl ClientConfig {
@@ -64,7 +66,8 @@ impl ClientConfig {
         let hint = options.trust.resolved().hint(options.trust_settings).into();
         let TransportOptions { connect, stall, .. } = *options;
         let cookies = Arc::new(ForkSafeMutex::new(CookieStore::new()));
-        Ok(ClientConfig { connect, stall, tls: found, without_roots, hint, cookies })
+        let traffic = Arc::clone(&options.traffic);
+        Ok(ClientConfig { connect, stall, tls: found, without_roots, hint, cookies, traffic })
     }
 
     /// Makes a client.
@@ -144,6 +147,7 @@ impl Client {
         if let Some(server) = super::simulated::RamServer::find(request.url()) {
             return Ok(server.respond(&request));
         }
+        self.config.traffic.request();
         let url = request.url().clone();
         let mut request = hyper::Request::try_from(request)?;
         self.check(request.uri())?;

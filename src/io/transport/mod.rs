@@ -36,12 +36,12 @@ mod upload_body;
 pub(crate) use self::{
     client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW},
     redirects::{RequestTarget, follow, secrets},
-    refusal::{ErrorDocument, is_transient, refusal, status_failure},
+    refusal::{ErrorDocument, is_transient, refusal, request_ids, status_failure},
     send::{read_beginning, read_chunk, read_document},
 };
 pub(crate) use self::{
     connections::{ConnectionPool, PooledConnection, connect, run_once, with_guarded_polls},
-    failure::{Failure, Repeat, lookup_failure, refused_socket, show_text},
+    failure::{Failure, Repeat, lookup_failure, refused_socket},
     lookup::lookup,
     retry::RetryBudget,
     tls::Tls,
@@ -50,6 +50,7 @@ pub(crate) use self::{
 };
 #[cfg(feature = "s3")]
 pub(crate) use aws_sdk::{SdkClient, credential_client, sdk_client};
+pub use failure::show_text;
 pub use options::TransportOptions;
 #[cfg(feature = "clouds")]
 pub(crate) use store_client::{FixedSettings, StoreClient};

@@ -1,5 +1,6 @@
 //! The options of all requests.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::Trust;
@@ -7,6 +8,7 @@ use super::trust::HTTP_SETTINGS;
 use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
 use crate::error::Result;
 use crate::sys::to_usize;
+use crate::traffic::{self, Traffic};
 
 /// Time limits, connections, certificates and extra headers.
 #[derive(Debug, Clone)]
@@ -33,6 +35,8 @@ pub struct TransportOptions {
     pub stall: Duration,
     /// Time limit for all attempts of one request together.
     pub total: Duration,
+    /// Counts the requests.
+    pub traffic: Arc<Traffic>,
 }
 
 impl TransportOptions {
@@ -50,6 +54,7 @@ impl TransportOptions {
             connect: CONNECT_SECONDS.seconds()?,
             stall: STALL_SECONDS.seconds()?,
             total: TOTAL_SECONDS.seconds()?,
+            traffic: traffic::current(),
         })
     }
 }

@@ -28,6 +28,15 @@ const CODE_FIELDS: [&str; 2] = ["x-ms-error-code", "x-error-code"];
 const MESSAGE_FIELD: &str = "x-error-message";
 /// Header of the hub and others: the rules of requests, and the time until more are allowed.
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
+/// Headers with the ids of a request, for which the support of a server asks.
+const REQUEST_IDS: [&str; 6] = [
+    "x-amz-request-id",
+    "x-amz-id-2",
+    "x-ms-request-id",
+    "x-guploader-uploadid",
+    "x-request-id",
+    "cf-ray",
+];
 /// Names of the message in documents of JSON, and of its code.
 const JSON_MESSAGES: [&str; 4] = ["message", "error_description", "error", "detail"];
 const JSON_CODES: [&str; 3] = ["code", "status", "error"];
@@ -153,9 +162,19 @@ pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> 
             Failure::permanent(ErrorKind::Other, what + &to)
         }
     };
+    let text = format!("{failure}{}", request_ids(headers));
+    failure = failure.with_text(text);
     failure.retry_after = asked_pause(headers).filter(|_| failure.repeat != Repeat::Never);
     failure.status = Some(status.as_u16());
     failure
+}
+
+/// The ids that a server has given to a request, for the end of a message; empty if there are none.
+pub fn request_ids(headers: &HeaderMap) -> String {
+    let id =
+        |name: &&str| Some(format!("{name}: {}", Shortened(headers.get(*name)?.to_str().ok()?)));
+    let ids: Vec<_> = REQUEST_IDS.iter().filter_map(id).collect();
+    if ids.is_empty() { String::new() } else { format!(" ({})", ids.join(", ")) }
 }
 
 /// True if a request with this status may succeed when it is repeated.

@@ -12,11 +12,16 @@ use super::{Failure, TransportOptions};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::sys::clock;
+use crate::traffic::RepeatedRequest;
 
 /// The first pause. Each further one is twice as long, up to [`LONGEST_PAUSE`], less a random part
 /// of at most a half.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// Time for which a refused connection is repeated at the opening of a file, and the longest pause
+/// meanwhile: the server, or a proxy beside the program, may just be starting.
+const START_TIME: Duration = Duration::from_secs(3);
+const START_PAUSE: Duration = Duration::from_millis(300);
 /// Each time that this many bytes have moved, a request gets another second, so that slow transfers
 /// do not count as stalled. An attempt that moved fewer has made no progress.
 const BYTES_A_SECOND: u64 = 64 << 10;
@@ -61,7 +66,7 @@ impl<'o> RetryBudget<'o> {
         }
     }
 
-    /// The budget of the first request to a server. A refused connection is not retried.
+    /// The budget of the first request to a server. A refused connection is repeated for 3 s only.
     pub fn opening(self) -> Self {
         RetryBudget { opening: true, ..self }
     }
@@ -75,6 +80,7 @@ impl<'o> RetryBudget<'o> {
     /// Counts bytes that have arrived.
     pub fn received(&self, bytes: u64) {
         self.bytes_moved.set(self.bytes_moved.get() + bytes);
+        self.options.traffic.bytes(bytes);
     }
 
     /// Counts the bytes that the next attempt sends, by the counter of their body.
@@ -121,6 +127,21 @@ impl<'o> RetryBudget<'o> {
         failure.ended.unwrap_or_else(|| io(failure.error))
     }
 
+    /// Reports that the request is repeated: for some time, or for some attempts.
+    fn report(&self, failure: &Failure, tries: &Tries, time: Option<Duration>) {
+        let (attempt, limit) = match time {
+            None => (tries.counted, self.options.attempts.to_string()),
+            Some(time) => (tries.all, format!("those in {} s", time.as_secs_f64())),
+        };
+        self.options.traffic.repeated(RepeatedRequest {
+            uri: self.display_address.to_owned(),
+            error: failure.error.to_string(),
+            attempt: attempt + 1,
+            limit,
+            byte: self.position.get(),
+        });
+    }
+
     /// Pauses before the next attempt; the error if there is to be none.
     fn pause(&self, failure: Failure, tries: &mut Tries) -> Result<()> {
         if failure.is_ended() {
@@ -128,18 +149,24 @@ impl<'o> RetryBudget<'o> {
         }
         tries.count(&failure, self.position.get());
         let kind = failure.error.kind();
-        let refused_at_opening = self.opening && kind == io::ErrorKind::ConnectionRefused;
+        let is_refused = self.opening && kind == io::ErrorKind::ConnectionRefused;
         let asked = failure.retry_after;
         let backoff = || backoff(tries.without_progress);
         let pause = asked.map_or_else(backoff, |asked| asked.max(FIRST_PAUSE));
+        let pause = if is_refused { pause.min(START_PAUSE) } else { pause };
         let out_of_time = clock::since(self.begun).saturating_add(pause) > self.time_allowed();
         let advice = match failure.repeat {
             Repeat::Never => None,
-            _ if refused_at_opening => None,
-            Repeat::Attempts if tries.counted >= self.options.attempts => {
+            _ if is_refused && clock::since(self.begun) >= START_TIME => None,
+            Repeat::Attempts if !is_refused && tries.counted >= self.options.attempts => {
                 Some(format!("TENSORIZER_ATTEMPTS ({})", self.options.attempts))
             }
-            _ if !out_of_time => return cancel::sleep(pause, self.cancel),
+            _ if !out_of_time => {
+                let is_counted = failure.repeat == Repeat::Attempts && !is_refused;
+                let time = if is_refused { START_TIME } else { self.options.total };
+                self.report(&failure, tries, (!is_counted).then_some(time));
+                return cancel::sleep(pause, self.cancel);
+            }
             _ => Some(format!("TENSORIZER_TOTAL_SECONDS ({})", self.options.total.as_secs_f64())),
         };
         if tries.all == 1 && asked.is_none() {

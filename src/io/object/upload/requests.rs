@@ -44,6 +44,7 @@ impl<C: Clone> UploadRequests<C> {
             let (client, sent) = &connection.client;
             budget.track_upload(sent);
             let outcome = connection.events.run(&budget, make(client.clone(), Arc::clone(sent)));
+            budget.track_upload(sent);
             self.pool.give_back(connection);
             if outcome.as_ref().is_err_and(|failure| failure.renewable) {
                 invalidate(begun);

@@ -1,0 +1,50 @@
+"""Tells whether the program ends while a thread loads, so that nothing waits for the result."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import thread as pools
+from types import FrameType
+from typing import Any
+
+_is_over = False
+
+
+def _end() -> None:
+    global _is_over
+    _is_over = True
+
+
+# Called before the interpreter waits for threads, and before pools wait for theirs: those that were
+# registered later come first.
+threading._register_atexit(_end)  # type: ignore[attr-defined]
+
+
+def is_ending() -> bool:
+    """Tell whether the interpreter ends, or the pool of this thread while the program leaves.
+
+    Before the interpreter ends, ``asyncio.run()`` and ``with ThreadPoolExecutor()`` wait for the
+    threads of their pool. A block that was left by an ordinary exception, or by none, waits for
+    their results; one that was left by ``SystemExit``, ``KeyboardInterrupt`` or the cancellation of
+    a task does not use them.
+    """
+    if _is_over:
+        return True
+    pool = _pool_of(sys._getframe())
+    if pool is None or not pool._shutdown:
+        return False
+    if threading.current_thread().name.startswith("asyncio_"):
+        return True
+    handled: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+    return error is not None and not isinstance(error, Exception)
+
+
+def _pool_of(frame: FrameType | None) -> Any:
+    """Return the pool that runs the code of a frame; None if there is none."""
+    while frame is not None:
+        if frame.f_code is pools._worker.__code__:
+            return frame.f_locals["executor_reference"]()
+        frame = frame.f_back
+    return None
