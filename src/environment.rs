@@ -210,6 +210,8 @@ macro_rules! texts {
 texts! {
     CACHE = "TENSORIZER_CACHE", "none",
         "the folder of the cache for files of HTTP, S3, Google, Azure and Hugging Face servers; none: no cache";
+    CACHE_OFFLINE = "TENSORIZER_CACHE_OFFLINE", "0",
+        "1: complete copies in the cache are used, with a warning, without asking their servers whether they are current; other files are an error";
     S3_ENDPOINT = "TENSORIZER_S3_ENDPOINT", "none",
         "the host or address of the server for `s3://`, if neither the call, `~/.s3cfg` nor the settings of AWS give one";
     S3_ADDRESSING_STYLE = "TENSORIZER_S3_ADDRESSING_STYLE", "auto",
@@ -271,6 +273,8 @@ variables! {
     STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, TIME, "timeout while a server sends nothing";
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300, TIME,
         "timeout for all attempts of one request; each 64 KiB of it add one second";
+    MAX_BYTES_PER_SECOND = "TENSORIZER_MAX_BYTES_PER_SECOND", 0, ANY,
+        "bytes per second that a call may receive from servers, or send to them; 0: no limit";
     UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0, ANY,
         "memory for the parts of an upload, in MiB: less memory allows fewer connections; 0: as much as they need";
     MEMORY_MB = "TENSORIZER_MEMORY_MB", 0, ANY,

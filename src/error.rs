@@ -16,7 +16,7 @@ pub type CallerError = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused: missing file, permission, full disk, lost device.
-    #[error("{action} `{uri}`: {error}")]
+    #[error("{action} `{uri}`: {error}{}", file_limit_hint(.error))]
     Io {
         /// The operation that failed, as a gerund.
         action: &'static str,
@@ -223,6 +223,12 @@ impl Error {
     ) -> Self {
         Error::io(action, uri, io::Error::new(kind, what.into()))
     }
+}
+
+/// Advice for an error that says that this process may open no more files; empty for others.
+pub fn file_limit_hint(error: &io::Error) -> &'static str {
+    let is_limit = error.to_string().contains("(os error 24)");
+    if is_limit { "; raise the limit of open files (ulimit -n)" } else { "" }
 }
 
 /// Text that a file or a server has chosen, in a message. Characters on which a terminal would act

@@ -63,8 +63,8 @@ pub fn times_first_touch() -> bool {
 pub const PAGEABLE: &str =
     "pageable staging memory: the system or the driver refused to pin as much memory as needed";
 
-/// Begins the reported fallback for files of a hub that has refused the token.
-pub const OLDER_COPY: &str = "the copy in the cache of Hugging Face's client is used";
+/// Begins the reported fallback for copies that may not be current.
+pub const OLDER_COPY: &str = "the copy in the cache";
 
 /// Bytes that may come before the first read: those of the first request.
 const HEAD_LEN: u64 = 1 << 20;
@@ -184,13 +184,13 @@ impl Counters {
     /// Publishes the counters as the report of the last call of this process and of this thread.
     pub fn publish(&self, what: &'static str, uri: &str, device: &str, tensors: usize) {
         let report = self.report(what, uri, device, tensors);
-        THREAD_REPORT.set(Some(Report { call: RECENT.lock().add(report.clone()), ..report }));
+        THREAD_REPORT.set(Some(Report { call: add(report.clone()), ..report }));
     }
 
     /// Adds the report of a call that has failed.
     pub fn publish_failure(&self, what: &'static str, uri: &str, error: String) {
         let report = Report { error: Some(error), ..self.report(what, uri, "", 0) };
-        RECENT.lock().add(report);
+        add(report);
     }
 
     fn report(&self, what: &'static str, uri: &str, device: &str, tensors: usize) -> Report {
@@ -274,35 +274,23 @@ pub struct Report {
     pub error: Option<String>,
 }
 
-/// The number of reports that are retained, and as many of lazy reads.
+/// The number of reports that are retained.
 pub const MAX_REPORTS: usize = 256;
 
-/// The last reports. Lazy reads of single tensors are many, and do not replace those of other calls.
-struct Recent {
-    calls: u64,
-    lazy: VecDeque<Report>,
-    others: VecDeque<Report>,
-}
+static RECENT: ForkSafeMutex<VecDeque<Report>> = ForkSafeMutex::new(VecDeque::new());
 
-impl Recent {
-    /// Adds a report, and returns its number.
-    fn add(&mut self, report: Report) -> u64 {
-        self.calls += 1;
-        let reports = if report.is_lazy { &mut self.lazy } else { &mut self.others };
-        if reports.len() >= MAX_REPORTS {
-            reports.pop_front();
-        }
-        reports.push_back(Report { call: self.calls, ..report });
-        self.calls
+/// Adds a report, and returns its number. Lazy reads of single tensors are many: their reports are
+/// removed before those of other calls.
+fn add(report: Report) -> u64 {
+    let mut recent = RECENT.lock();
+    let call = recent.back().map_or(0, |last| last.call) + 1;
+    if recent.len() >= MAX_REPORTS {
+        let removed = recent.iter().position(|report| report.is_lazy).unwrap_or(0);
+        recent.remove(removed);
     }
-
-    fn all(&self) -> impl Iterator<Item = &Report> {
-        self.lazy.iter().chain(&self.others)
-    }
+    recent.push_back(Report { call, ..report });
+    call
 }
-
-static RECENT: ForkSafeMutex<Recent> =
-    ForkSafeMutex::new(Recent { calls: 0, lazy: VecDeque::new(), others: VecDeque::new() });
 
 thread_local! {
     static THREAD_REPORT: RefCell<Option<Report>> = const { RefCell::new(None) };
@@ -310,18 +298,13 @@ thread_local! {
 
 /// The report of the last load or save of this process that has succeeded.
 pub fn last_report() -> Option<Report> {
-    let recent = RECENT.lock();
-    let succeeded = recent.all().filter(|report| report.error.is_none());
-    succeeded.max_by_key(|report| report.call).cloned()
+    RECENT.lock().iter().rev().find(|report| report.error.is_none()).cloned()
 }
 
-/// The reports of the calls after number `call`, in order; at most the last [`MAX_REPORTS`], and as
-/// many of lazy reads.
+/// The reports of the calls after number `call`, in order; at most the last [`MAX_REPORTS`].
 pub fn reports_since(call: u64) -> Vec<Report> {
-    let mut found: Vec<Report> =
-        RECENT.lock().all().filter(|report| report.call > call).cloned().collect();
-    found.sort_by_key(|report| report.call);
-    found
+    let recent = RECENT.lock();
+    recent.iter().filter(|report| report.call > call).cloned().collect()
 }
 
 /// Returns the report of the last call on this thread, and removes it.

@@ -21,7 +21,20 @@ pub struct Traffic {
     network_bytes: AtomicU64,
     /// The last failure after which a request was repeated, and the time of the last report.
     last: ForkSafeMutex<Option<(String, Instant)>>,
+    pace: ForkSafeMutex<Pace>,
 }
+
+/// A token bucket, which holds the bytes of a tenth of a second.
+#[derive(Debug, Default)]
+struct Pace {
+    /// Bytes per second; None for no limit.
+    limit: Option<u64>,
+    /// The time at which the bytes so far are allowed.
+    until: Option<Instant>,
+}
+
+/// The time for which a call may be ahead of its limit.
+const BURST: Duration = Duration::from_millis(100);
 
 /// The counters at one time.
 #[derive(Debug, Clone, Copy, Default)]
@@ -72,6 +85,22 @@ impl Traffic {
     /// Counts bytes of bodies.
     pub(crate) fn bytes(&self, bytes: u64) {
         self.network_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Limits the bytes per second of the call; 0 for no limit.
+    pub fn limit(&self, bytes_per_second: u64) {
+        self.pace.lock().limit = Some(bytes_per_second).filter(|&limit| limit > 0);
+    }
+
+    /// The pause after some bytes of bodies, so that the limit is kept.
+    pub(crate) fn pace(&self, bytes: u64) -> Option<Duration> {
+        let mut pace = self.pace.lock();
+        let now = Instant::now();
+        let from = pace.until.map_or(now, |until| until.max(now));
+        #[allow(clippy::cast_precision_loss)] // A pause need not be exact.
+        let until = from + Duration::from_secs_f64(bytes as f64 / pace.limit? as f64);
+        pace.until = Some(until);
+        until.duration_since(now).checked_sub(BURST)
     }
 
     /// Counts a request that is repeated, and reports it unless another one was just reported.

@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime};
 
 use pyo3::exceptions::{PyGeneratorExit, PyStopIteration, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
@@ -14,6 +14,7 @@ use tensorizer::stats::Counters;
 use tensorizer::traffic::{self, Traffic};
 
 use crate::errors::Outcome;
+use crate::reports::since_1970;
 use crate::{gil, logs};
 
 /// The interval at which a thread checks for signals: a check takes the GIL, which other threads
@@ -230,17 +231,15 @@ pub fn set_heartbeat(callback: Py<PyAny>) {
 #[pyfunction]
 pub fn running(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let all = RUNNING.lock().clone();
-    let seconds =
-        |time: SystemTime| time.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs_f64();
     let row = |running: Arc<Running>| {
         let out = PyDict::new(py);
         let (waits_for, count) = (running.describe(), running.traffic.count(false));
         let waiting = running.waiting.lock();
         out.set_item("function", &running.function)?;
-        out.set_item("begun", seconds(running.begun))?;
+        out.set_item("begun", since_1970(running.begun))?;
         out.set_item("uri", &waiting.uri)?;
         out.set_item("waits_for", waits_for)?;
-        out.set_item("since", seconds(waiting.since))?;
+        out.set_item("since", since_1970(waiting.since))?;
         out.set_item("requests", count.requests)?;
         out.set_item("retries", count.retries)?;
         out.set_item("network_bytes", count.network_bytes)?;

@@ -6,7 +6,7 @@ use pyo3::PyErrArguments;
 use pyo3::exceptions as builtin;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use tensorizer::error::Error;
+use tensorizer::error::{Error, file_limit_hint};
 use tensorizer::io::uri::path_hint;
 
 /// The result of a method. An error of the core becomes its Python exception on the way out.
@@ -86,6 +86,7 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
             let message = message.split(" (os error").next().unwrap_or(&message);
             let hint = if error.kind() == io::ErrorKind::NotFound { path_hint(uri) } else { None };
             let message = hint.map_or(message.to_owned(), |hint| format!("{message}{hint}"));
+            let message = message + file_limit_hint(&error);
             builtin::PyOSError::new_err((code, message, uri.to_owned()))
         }
         (None, io::ErrorKind::IsADirectory) => builtin::PyIsADirectoryError::new_err(text),

@@ -50,8 +50,8 @@ impl TensorIterator {
         let _mark = self.holder.mark();
         let tensors = held.as_mut().ok_or_else(closed)?;
         let cancel = || {
-            let (moved, arrived) = (self.closer.moved(), self.closer.arrived());
-            self.loads.report_and_check(&self.uri, moved, arrived)
+            let bytes = (self.closer.moved(), self.closer.arrived());
+            self.loads.report_and_check(&self.uri, self.loads.closed(), bytes)
         };
         let (loaded, numbers) = tensors.next(&cancel)?;
         self.loads.watch.tick(self.closer.moved(), 0)?;

@@ -18,6 +18,7 @@ mod namespaces;
 mod open;
 mod pickled;
 mod reader;
+mod reports;
 mod shards;
 mod sink;
 mod slicing;
@@ -62,6 +63,23 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
+    add_functions(module)?;
+    module.add_class::<calls::Call>()?;
+    module.add_class::<handle::Handle>()?;
+    module.add_class::<iterator::TensorIterator>()?;
+    module.add_class::<reader::Reader>()?;
+    module.add_class::<shards::ShardIndex>()?;
+    module.add_class::<slicing::Announcement>()?;
+    module.add_class::<crypt::Encryption>()?;
+    module.add_class::<crypt::Decryption>()?;
+    module.add_class::<sink::PathSink>()?;
+    module.add_class::<sink::Sink>()?;
+    module.add_class::<source::Source>()?;
+    module.add_class::<writer::TensorWriter>()?;
+    Ok(())
+}
+
+fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(calls::check_wait, module)?)?;
     module.add_function(wrap_pyfunction!(calls::running, module)?)?;
     module.add_function(wrap_pyfunction!(calls::set_heartbeat, module)?)?;
@@ -85,25 +103,13 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;
     module.add_function(wrap_pyfunction!(cache::cache_entries, module)?)?;
     module.add_function(wrap_pyfunction!(cache::clear_cache, module)?)?;
-    module.add_function(wrap_pyfunction!(device::stats, module)?)?;
-    module.add_function(wrap_pyfunction!(device::stats_since, module)?)?;
+    module.add_function(wrap_pyfunction!(reports::stats, module)?)?;
+    module.add_function(wrap_pyfunction!(reports::stats_since, module)?)?;
     module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;
     module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;
     module.add_function(wrap_pyfunction!(memory::split_tensor_memory, module)?)?;
     module.add_function(wrap_pyfunction!(memory::effective_memory_limit, module)?)?;
     module.add_function(wrap_pyfunction!(memory::minimum_save_memory, module)?)?;
     module.add_function(wrap_pyfunction!(memory::time_first_touch, module)?)?;
-    module.add_class::<calls::Call>()?;
-    module.add_class::<handle::Handle>()?;
-    module.add_class::<iterator::TensorIterator>()?;
-    module.add_class::<reader::Reader>()?;
-    module.add_class::<shards::ShardIndex>()?;
-    module.add_class::<slicing::Announcement>()?;
-    module.add_class::<crypt::Encryption>()?;
-    module.add_class::<crypt::Decryption>()?;
-    module.add_class::<sink::PathSink>()?;
-    module.add_class::<sink::Sink>()?;
-    module.add_class::<source::Source>()?;
-    module.add_class::<writer::TensorWriter>()?;
     Ok(())
 }

@@ -10,7 +10,7 @@ use tensorizer::io::cache::NOT_CACHED;
 use tensorizer::stats::{OLDER_COPY, Report, take_thread_report};
 use tensorizer::traffic::take_reports;
 
-use crate::device::report_dict;
+use crate::reports::report_dict;
 
 const DEBUG: u8 = 10;
 const INFO: u8 = 20;

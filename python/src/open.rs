@@ -77,9 +77,15 @@ impl<'py> CallOptions<'py> {
         if let Some(headers) = self.get("headers")? {
             found.transport.headers = headers;
         }
+        if let Some(limit) = self.get("max_bytes_per_second")? {
+            found.transport.traffic.limit(limit);
+        }
         if let Some(folder) = self.get::<PathBuf>("cache")? {
             uri::check_target(&folder).map_err(Raised::from)?;
             found.cache = Some(Cache::at(folder).map_err(Raised::from)?);
+        }
+        if let Some(cache) = &mut found.cache {
+            cache.stale_if_error = self.get("stale_if_error")?.unwrap_or(false);
         }
         Ok(found)
     }
@@ -93,6 +99,28 @@ fn show(address: &str) -> String {
         None if address.starts_with("hf:") => address.to_owned(),
         None => show_text(address).to_owned(),
     }
+}
+
+/// Opens the address of a server; `model`: that of a folder means a file in it.
+fn open_address(
+    py: Python<'_>,
+    address: &str,
+    model: bool,
+    options: &CallOptions<'_>,
+) -> Outcome<Source> {
+    let (timeout, options) = (options.get("timeout")?, options.resolved()?);
+    let part = enter_part("opening", &show(address), timeout, &options.transport.traffic);
+    let opened = gil::without(py, || {
+        if model {
+            return uri::open_model(address, &options, &signals);
+        }
+        uri::open(address, &options, &signals)
+    });
+    let opened = opened.inspect_err(|error| part.failed(error))?;
+    if options.cache.is_some() && opened.facts().head().is_some() && !Cache::accepts(&*opened) {
+        warn_of_no_tag(py, opened.uri())?;
+    }
+    Ok(Source::new(opened, 0).of_call(timeout, options.transport.traffic))
 }
 
 /// Opens an address or a path (a `str`), a descriptor (an `int`), a file in memory (`bytes`), or a
@@ -121,21 +149,7 @@ pub fn open(
         if let Some(path) = path {
             return Ok(Source::new(gil::without(py, || uri::open_path(&path))?, 0));
         }
-        let address = name.to_string_lossy().into_owned();
-        let (timeout, options) = (options.get("timeout")?, options.resolved()?);
-        let traffic = &options.transport.traffic;
-        let part = enter_part("opening", &show(&address), timeout, traffic);
-        let opened = gil::without(py, || {
-            if model {
-                return uri::open_model(&address, &options, &signals);
-            }
-            uri::open(&address, &options, &signals)
-        });
-        let opened = opened.inspect_err(|error| part.failed(error))?;
-        if options.cache.is_some() && opened.facts().head().is_some() && !Cache::accepts(&*opened) {
-            warn_of_no_tag(py, opened.uri())?;
-        }
-        return Ok(Source::new(opened, 0).of_call(timeout, options.transport.traffic));
+        return open_address(py, &name.to_string_lossy(), model, &options);
     }
     if file.is_instance_of::<PyInt>() && !file.is_instance_of::<PyBool>() {
         let (descriptor, uri): (c_int, _) = (file.extract()?, uri());

@@ -30,7 +30,6 @@ use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
 use crate::pickled::{PickledTuple, pickled};
 use crate::source::{Source, python_bytes};
-use crate::verification::verification;
 use crate::watch::{LoadState, ReadOptions};
 
 /// An open file. All methods may be called from several threads.
@@ -126,18 +125,8 @@ impl Reader {
     }
 
     /// Sets how its loads, and those of its slices and parts, read.
-    #[pyo3(signature = (*, verify, readers, map, separate_memory, timeout))]
-    fn set_options(
-        &self,
-        verify: &str,
-        readers: Option<usize>,
-        map: bool,
-        separate_memory: bool,
-        timeout: Option<f64>,
-    ) {
-        let verify = verification(verify);
-        let options = ReadOptions { verify, readers, map, separate_memory };
-        self.loads.set_reading(options, timeout);
+    fn set_options(&self, options: ReadOptions) {
+        self.loads.set_reading(options);
     }
 
     /// Limits the memory of its loads; `reserved` bytes of the limit are for the caller.
@@ -191,6 +180,7 @@ impl Reader {
     fn close(&self, py: Python<'_>) {
         // The source may be a Python object, which must be dropped with the GIL held.
         let _ = py;
+        self.loads.end();
         self.file.close();
     }
 

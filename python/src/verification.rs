@@ -1,5 +1,6 @@
 //! Python's names for the hashes that a load compares.
 
+use pyo3::prelude::*;
 use tensorizer::Verify;
 
 /// Returns the option for a name; unknown names compare all hashes.
@@ -9,4 +10,9 @@ pub fn verification(name: &str) -> Verify {
         "crc32" => Verify::Crc32,
         _ => Verify::All,
     }
+}
+
+/// The same for a string of Python.
+pub fn verification_of(name: &Bound<'_, PyAny>) -> PyResult<Verify> {
+    Ok(verification(name.extract()?))
 }

@@ -16,7 +16,7 @@ use crate::calls::{self, Entered, HEARTBEAT, signals};
 use crate::errors::Outcome;
 use crate::gil;
 use crate::logs::log;
-use crate::verification::verification;
+use crate::verification::{verification, verification_of};
 
 /// Reports progress to a callable.
 #[derive(Default)]
@@ -60,8 +60,10 @@ impl Watch {
 }
 
 /// The options of the loads of a file, which a call may override.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, FromPyObject)]
+#[pyo3(from_item_all)]
 pub struct ReadOptions {
+    #[pyo3(from_py_with = verification_of)]
     pub verify: Verify,
     /// Threads; None for as many as help.
     pub readers: Option<usize>,
@@ -69,12 +71,14 @@ pub struct ReadOptions {
     pub map: bool,
     /// True if each tensor on a device gets memory of its own.
     pub separate_memory: bool,
+    /// The time limit of each load, in seconds.
+    pub timeout: Option<f64>,
 }
 
 impl Default for ReadOptions {
     fn default() -> Self {
         let verify = Verify::Nothing;
-        ReadOptions { verify, readers: None, map: false, separate_memory: false }
+        ReadOptions { verify, readers: None, map: false, separate_memory: false, timeout: None }
     }
 }
 
@@ -83,11 +87,11 @@ impl Default for ReadOptions {
 pub struct LoadState {
     reading: ForkSafeMutex<ReadOptions>,
     stopped: AtomicBool,
+    /// The number of times that its file was closed.
+    closed: AtomicU64,
     pub watch: Watch,
     memory: ForkSafeMutex<MemoryLimit>,
     shares_cache: AtomicBool,
-    /// The time limit of each load, in seconds.
-    timeout: ForkSafeMutex<Option<f64>>,
     /// The requests of its files.
     traffic: Arc<Traffic>,
     /// A fallback that the next load reports.
@@ -105,10 +109,19 @@ impl LoadState {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
+    /// Ends loads that are under way.
+    pub fn end(&self) {
+        self.closed.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The number of times that the file was closed, for [`Self::report_and_check`].
+    pub fn closed(&self) -> u64 {
+        self.closed.load(Ordering::Relaxed)
+    }
+
     /// Sets how later loads read.
-    pub fn set_reading(&self, options: ReadOptions, timeout: Option<f64>) {
+    pub fn set_reading(&self, options: ReadOptions) {
         *self.reading.lock() = options;
-        *self.timeout.lock() = timeout;
     }
 
     /// True if each tensor on a device gets memory of its own.
@@ -145,9 +158,15 @@ impl LoadState {
         *self.memory.lock() = limit;
     }
 
-    /// Reports the bytes that a load has moved. Returns an error if the load is to end.
-    pub fn report_and_check(&self, uri: &str, moved: u64, arrived: u64) -> Result<()> {
-        if self.stopped.load(Ordering::Relaxed) {
+    /// Reports the bytes that a load has moved and received. Returns an error if the load is to end:
+    /// also if the file was closed since it began, at `closed`.
+    pub fn report_and_check(
+        &self,
+        uri: &str,
+        closed: u64,
+        (moved, arrived): (u64, u64),
+    ) -> Result<()> {
+        if self.closed() != closed || self.stopped.load(Ordering::Relaxed) {
             return Err(Error::Closed(format!("the load of `{uri}` was stopped before its end")));
         }
         signals()?;
@@ -156,7 +175,7 @@ impl LoadState {
 
     /// Begins a load as a part of the call that this thread is in.
     pub fn enter(&self, uri: &str) -> Entered {
-        calls::enter_part("loading", uri, *self.timeout.lock(), &self.traffic)
+        calls::enter_part("loading", uri, self.reading.lock().timeout, &self.traffic)
     }
 
     /// Runs a load without the GIL. Its progress is reported while it runs, and it is logged.
@@ -166,14 +185,14 @@ impl LoadState {
         uri: &str,
         load: impl FnOnce(&Counters, &dyn Cancel) -> Result<T> + Send,
     ) -> Outcome<T> {
-        let part = self.enter(uri);
+        let (part, closed) = (self.enter(uri), self.closed());
         let counters = Counters::default().lazy(part.is_outermost());
         if let Some(why) = self.fallback.lock().take() {
             counters.fallback(&why);
         }
         let loaded = gil::without(py, || {
             let report_and_check =
-                || self.report_and_check(uri, counters.moved(), counters.arrived());
+                || self.report_and_check(uri, closed, (counters.moved(), counters.arrived()));
             let loaded = load(&counters, &report_and_check)?;
             self.watch.end(counters.moved())?;
             Ok(loaded)

@@ -49,6 +49,9 @@ class OpenOptions(TypedDict, total=False):
     heads: Sequence[Head] | None
     #: A folder that caches data from servers.
     cache: str | None
+    #: True if a copy there may be used when its server fails.
+    stale_if_error: bool | None
+    max_bytes_per_second: int | None
     headers: list[tuple[str, str]]
     #: A file or folder of trusted certificates.
     certificates: str | None

@@ -19,8 +19,9 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use self::fork_safe_mutex::ForkSafeMutex;
 
 pub use attributes::{attribute, attribute_names, set_attribute};
 pub(crate) use buffers::as_uninit;
@@ -331,17 +332,14 @@ pub fn page_size() -> usize {
 }
 
 /// The number of cores that this process may use, within the quota of its control group. It is
-/// cached: finding out takes some system calls and files, and each load of each tensor needs it.
+/// cached for a second: finding out takes some system calls and files, and each load of each tensor
+/// needs it.
 pub fn cpu_count() -> usize {
-    static CACHED: AtomicUsize = AtomicUsize::new(0);
-    match CACHED.load(Ordering::Relaxed) {
-        0 => {
-            let found = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-            CACHED.store(found, Ordering::Relaxed);
-            found
-        }
-        cached => cached,
-    }
+    static CACHED: ForkSafeMutex<Option<(Instant, usize)>> = ForkSafeMutex::new(None);
+    let mut cached = CACHED.lock();
+    let fresh = cached.filter(|(found, _)| found.elapsed() < Duration::from_secs(1));
+    let count = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    cached.insert(fresh.unwrap_or_else(|| (Instant::now(), count()))).1
 }
 
 #[cfg(test)]

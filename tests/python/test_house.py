@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: The layers of the core, lowest first. A file imports from its own layer and from lower ones.
 LAYERS = [
-    {"error", "cancel", "environment", "fallible", "memory_limit", "numbers", "stats", "sys"},
+    {"error", "cancel", "environment", "fallible", "memory_limit", "numbers", "stats", "sys"}
+    | {"traffic"},
     {"format"},
     {"codec"},
     {"mem"},

@@ -28,9 +28,10 @@ def is_ending() -> bool:
     threads of their pool. A block that was left by an ordinary exception, or by none, waits for
     their results; one that was left by ``SystemExit``, ``KeyboardInterrupt`` or the cancellation of
     a task does not use them.
+    The interpreter does not wait for daemon threads.
     """
     if _is_over:
-        return True
+        return not threading.current_thread().daemon
     pool = _pool_of(sys._getframe())
     if pool is None or not pool._shutdown:
         return False

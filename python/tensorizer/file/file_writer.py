@@ -48,6 +48,7 @@ class FileWriter:
         clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         progress: Reports the bytes that are written.
         memory_limit: The most bytes that a write has in flight beside the tensors.
+        max_bytes_per_second, headers: See :class:`tensorizer.SaveOptions`.
         timeout: The seconds that each call may take.
         reserved_memory: The bytes of the limit that are reserved for something else.
         allow_meta: True if tensors of the meta device may be recorded without data.
@@ -76,6 +77,8 @@ class FileWriter:
         clear_metadata: bool = False,
         progress: ProgressReporter | None = None,
         memory_limit: int | None = None,
+        max_bytes_per_second: int | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         reserved_memory: int = 0,
         allow_meta: bool = False,
@@ -108,7 +111,8 @@ class FileWriter:
             "reserved_memory": reserved_memory,
             "timeout": timeout,
         }
-        stream = open_address(file_obj, "wb")
+        server = {"max_bytes_per_second": max_bytes_per_second, "headers": headers}
+        stream = open_address(file_obj, "wb", timeout=timeout, **server)
         self.native = self._writer = _open(stream, options)
         report = None if progress is None else progress.part()
         if report is not None:

@@ -88,8 +88,9 @@ class OpenFile:
         **options: Unpack[LoadOptions],
     ) -> None:
         encryption, num_readers = options.get("encryption"), options.get("num_readers")
-        self.memory_limit, cache_dir = options.get("memory_limit"), options.get("cache_dir")
-        check_reading(num_readers=num_readers, memory_limit=self.memory_limit, cache_dir=cache_dir)
+        self.memory_limit = options.get("memory_limit")
+        # The key is derived once, below.
+        check_reading(**{**options, "encryption": None})
         by_address = is_address(file_obj)
         is_stream = not isinstance(file_obj, (str, bytes, os.PathLike, int))
         self._stream = file_obj if closes_stream and is_stream else None
@@ -118,7 +119,7 @@ class OpenFile:
                 "timeout": options.get("timeout"),
             }
             keep_heads = by_address and heads is not None and not heads
-            opened = opening.source_opener(file_obj, heads, cache_dir)
+            opened = opening.source_opener(file_obj, heads, options)
             plain = encryption is None and num_readers is None and progress is None
             with opened() as source:
                 lazily = lazily and plain and self._name is not None
@@ -154,7 +155,7 @@ class OpenFile:
 
     def _set_options(self, reader: Reader) -> None:
         """Make loads of a reader, and of its slices and parts, read as this file does."""
-        reader.set_options(**self._reading)
+        reader.set_options(self._reading)
         reader.limit_memory(self.memory_limit)
 
     def _unpickled(self, reader: Reader) -> Reader:
@@ -317,7 +318,6 @@ class OpenFile:
     def close(self) -> None:
         """Close the file, and end what other threads do with it. Closing again does nothing."""
         self._closed = True
-        self.stop()
         if self._shards is not None:
             self._shards.close()
         if self._reader is not None:

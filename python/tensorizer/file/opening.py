@@ -16,6 +16,7 @@ from ..streams.addresses import is_address
 from ..streams.atomic import AtomicRandom
 from ..streams.endpoints import assigned_endpoint
 from . import hints
+from .options import ReadOptions
 
 #: Characters; Linux takes paths of 4,095 bytes (PATH_MAX with its final zero byte).
 _MAX_PATH = 4095
@@ -166,14 +167,22 @@ class SourceOpener(NamedTuple):
 
 
 def source_opener(
-    file_obj: Any, heads: Sequence[Head] | None, cache_dir: str | os.PathLike[Any] | None
+    file_obj: Any, heads: Sequence[Head] | None, reading: ReadOptions
 ) -> SourceOpener:
     """Return the opener of a file, given the cached headers of an address and a cache for it."""
     if is_address(file_obj):
-        cache = None if cache_dir is None else os.fsdecode(cache_dir)
-        endpoint = assigned_endpoint(reading=True)
-        options: OpenOptions = {"model": True, "heads": heads or None, "cache": cache}
-        return SourceOpener(file_obj, {**options, "default_endpoint": endpoint})
+        cache_dir, headers = reading.get("cache_dir"), reading.get("headers") or {}
+        options: OpenOptions = {
+            "model": True,
+            "heads": heads or None,
+            "cache": None if cache_dir is None else os.fsdecode(cache_dir),
+            "stale_if_error": reading.get("stale_if_error"),
+            "max_bytes_per_second": reading.get("max_bytes_per_second"),
+            "headers": list(headers.items()),
+            "timeout": reading.get("timeout"),
+            "default_endpoint": assigned_endpoint(reading=True),
+        }
+        return SourceOpener(file_obj, options)
     if isinstance(file_obj, FileBytes):
         return SourceOpener(file_obj.data, {"uri": file_obj.uri})
     file, uri, base, size = classify(file_obj)

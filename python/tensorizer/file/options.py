@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from .._native import Call
+from .._numbers import check_number
 from .._types import Hashes, VerifyHash
 from . import hints
 from .arguments import check_num_readers, checked_memory_limit, checked_verification
@@ -39,6 +40,12 @@ class ReadOptions(TypedDict, total=False):
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
             file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
             ``OSError``. See ``docs/how-to/cache.md``.
+        stale_if_error: Use a complete copy of the cache, with a warning, if its server cannot be
+            reached, or fails. Otherwise that is an error, as the copy may not be current.
+        max_bytes_per_second: The most bytes per second that the call receives from servers; None
+            for the value of ``TENSORIZER_MAX_BYTES_PER_SECOND``.
+        headers: Header fields of the requests to the server of the address; not sent to another
+            host after a redirect.
         timeout: The seconds that the whole call may take, opening included; then it is a
             ``TimeoutError``, which says what was waited for. An object that reads later, such as a
             :class:`TensorDeserializer` with ``lazy_load``, gives each later call as much time; that
@@ -51,6 +58,9 @@ class ReadOptions(TypedDict, total=False):
     num_readers: int | None
     memory_limit: int | None
     cache_dir: str | os.PathLike[Any] | None
+    stale_if_error: bool
+    max_bytes_per_second: int | None
+    headers: Mapping[str, str] | None
     timeout: float | None
 
 
@@ -97,6 +107,9 @@ class SaveOptions(TypedDict, total=False):
             that are encrypted and hashed, staging memory, parts of an upload, and the beginning of
             its object. As many threads and connections are used as fit. None for the value of
             ``TENSORIZER_MEMORY_MB``.
+        max_bytes_per_second: The most bytes per second that the call sends to servers; None for the
+            value of ``TENSORIZER_MAX_BYTES_PER_SECOND``.
+        headers: Header fields of the requests to the server of the address.
         timeout: The seconds that the whole call may take; then it is a ``TimeoutError``, which says
             what was waited for, and there is no new file. A :class:`TensorSerializer` gives each
             call as much time. None for no limit.
@@ -109,6 +122,8 @@ class SaveOptions(TypedDict, total=False):
     metadata: Mapping[str, str] | None
     clear_metadata: bool
     memory_limit: int | None
+    max_bytes_per_second: int | None
+    headers: Mapping[str, str] | None
     timeout: float | None
 
 
@@ -120,6 +135,7 @@ _DEFAULTS: dict[str, Any] = {
     "alignment": 64,
     "hashes": "all",
     "clear_metadata": False,
+    "stale_if_error": False,
 }
 
 
@@ -170,5 +186,6 @@ def check_reading(**options: Unpack[ReadOptions]) -> None:
     native_decryption(options.get("encryption"))
     checked_memory_limit(options.get("memory_limit"))
     cache_dir = options.get("cache_dir")
+    check_number("max_bytes_per_second", options.get("max_bytes_per_second"), wanted="positive")
     if cache_dir is not None and not isinstance(cache_dir, (str, bytes, os.PathLike)):
         raise TypeError(f"cache_dir must be the path of a folder or None, not {cache_dir!r}")

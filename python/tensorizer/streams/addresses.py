@@ -19,10 +19,10 @@ def is_address(file_obj: Any) -> bool:
     return isinstance(file_obj, str) and local_path(file_obj) is None
 
 
-def open_address(file_obj: Any, mode: str = "rb") -> Any:
-    """Open the address of a server; return any other argument as it is."""
+def open_address(file_obj: Any, mode: str, **options: Any) -> Any:
+    """Open the address of a server with options; return any other argument as it is."""
     if is_address(file_obj):
-        return open_stream(file_obj, mode)
+        return open_stream(file_obj, mode, **options)
     return file_obj
 
 

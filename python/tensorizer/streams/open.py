@@ -54,6 +54,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     s3_session_token: str | None = None,
     s3: Mapping[str, str] | None = None,
     certificate_handling: CAInfo | None = None,
+    headers: Mapping[str, str] | None = None,
+    max_bytes_per_second: int | None = None,
     timeout: float | None = None,
 ) -> CURLStreamFile | RedisStreamFile | UploadFile | BinaryIO:
     """Open a local path or an address as a binary file.
@@ -91,6 +93,9 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             ``ServerSideEncryption`` and ``SSEKMSKeyId`` (of uploads), ``RequestPayer``
             (``"requester"``).
         certificate_handling: The certificates to trust.
+        headers: Header fields of the requests to a server.
+        max_bytes_per_second: The most bytes per second that are received from a server or sent to
+            it; None for the value of ``TENSORIZER_MAX_BYTES_PER_SECOND``.
         timeout: For servers: the seconds that opening, and each later call, may take; then it is a
             ``TimeoutError``. None for no limit.
 
@@ -121,6 +126,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             "force_http": force_http,
             "region": s3_region_name,
             "session_token": s3_session_token,
+            "headers": list((headers or {}).items()),
+            "max_bytes_per_second": max_bytes_per_second,
             "timeout": timeout,
             **_s3_options(s3 or {}),
             **certificate_options(certificate_handling),

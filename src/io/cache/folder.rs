@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::entry::{self, CacheEntry, CachedFile, ENDING, FileVersion, remove};
 use crate::cancel::{self, Cancel};
-use crate::environment::{CACHE, CACHE_GB};
+use crate::environment::{CACHE, CACHE_GB, CACHE_OFFLINE};
 use crate::error::{Error, Result};
 use crate::io::ReadAt;
 use crate::sys;
@@ -33,6 +33,10 @@ pub struct Cache {
     max_bytes: Option<u64>,
     /// True if the call named the folder: then one that cannot be used is an error.
     pub(super) is_required: bool,
+    /// True if no server is asked whether it has another version than a complete copy.
+    pub is_offline: bool,
+    /// True if a complete copy is used when its server cannot be reached, or fails.
+    pub stale_if_error: bool,
 }
 
 impl Cache {
@@ -53,7 +57,8 @@ impl Cache {
     pub fn at(folder: PathBuf) -> Result<Self> {
         let max_bytes = Some(CACHE_GB.value()?).filter(|max_bytes| *max_bytes > 0);
         let max_bytes = max_bytes.map(|gigabytes| gigabytes.saturating_mul(1_000_000_000));
-        Ok(Cache { folder: Arc::new(folder), max_bytes, is_required: true })
+        let (is_offline, folder) = (CACHE_OFFLINE.is_true(), Arc::new(folder));
+        Ok(Cache { folder, max_bytes, is_required: true, is_offline, stale_if_error: false })
     }
 
     /// The entry of a file, of any version. The server can then be asked whether it still has this

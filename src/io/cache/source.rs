@@ -62,7 +62,8 @@ impl Cache {
             Some(Arc::new(FileSource::from_prefix(file, uri, version.len)))
         });
         let entry = found.map(|entry| Arc::new(FillingEntry::new(entry)));
-        let fallback = Arc::new(ForkSafeMutex::new(disabled.clone()));
+        let noted = disabled.clone().or_else(|| server.facts().fallback());
+        let fallback = Arc::new(ForkSafeMutex::new(noted));
         let state = Arc::new(CacheState {
             server,
             cache: self.clone(),
@@ -279,7 +280,7 @@ impl CacheState {
         let mut slot = self.slot.lock();
         let bytes = bytes.saturating_add(slot.index_len);
         slot.is_announced = true;
-        *self.fallback.lock() = slot.disabled.clone();
+        *self.fallback.lock() = slot.disabled.clone().or_else(|| self.server.facts().fallback());
         let is_wanted = bytes.saturating_mul(2) >= self.version.len;
         is_wanted.then(|| Arc::clone(&self.wanting))
     }

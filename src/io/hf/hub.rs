@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::ErrorKind;
-use std::time::Duration;
 
 use reqwest::header::{HeaderMap, LOCATION};
 use reqwest::{StatusCode, Url};
@@ -17,8 +16,6 @@ use crate::io::{HubChecksum, http};
 
 /// The address of the hub, unless the environment names another.
 const ENDPOINT: &str = "https://huggingface.co";
-/// Time limit for a response where there is a local copy.
-const LIMIT_WITH_COPY: Duration = Duration::from_secs(10);
 
 /// The header with the hash of an LFS file.
 const LINKED_ETAG: &str = "x-linked-etag";
@@ -91,9 +88,7 @@ impl Hub {
     ) -> Result<HubResponse> {
         let mut options = self.options.clone();
         if has_copy {
-            for limit in [&mut options.total, &mut options.connect, &mut options.stall] {
-                *limit = LIMIT_WITH_COPY.min(*limit);
-            }
+            options.limit_all(http::LIMIT_WITH_COPY);
         }
         let display_address = address.display_address();
         let (status, headers) =

@@ -60,18 +60,21 @@ impl Repo {
         let candidates = wanted.candidates();
         let mut commit = if wanted.is_pinned() {
             Some(wanted.revision.clone())
-        } else if self.offline {
-            Some(self.local.commit(wanted).ok_or_else(|| self.not_cached(wanted))?)
+        } else if self.offline || self.cache_offline() {
+            if !self.offline {
+                self.note_copy("TENSORIZER_CACHE_OFFLINE is set");
+            }
+            Some(self.copied_commit(wanted).ok_or_else(|| self.not_cached(wanted))?)
         } else {
             self.commit_of_cached_heads(wanted)
         };
         if let Some(found) = self.find_cached(commit.as_deref(), &candidates) {
             return Ok(found);
         }
-        if self.offline {
+        if self.offline || self.cache_offline() {
             return Err(self.not_cached(wanted));
         }
-        let cached_commit = self.local.commit(wanted).filter(|_| commit.is_none());
+        let cached_commit = self.copied_commit(wanted).filter(|_| commit.is_none());
         let copy = self.find_cached(cached_commit.as_deref(), &candidates);
         for candidate in &candidates {
             let address =
@@ -119,15 +122,48 @@ impl Repo {
     ) -> Result<ControlFlow<HubAddress, HubResponse>> {
         let response = self.hub()?.ask(address, copy.is_some(), cancel);
         let refuses_token = response.as_ref().is_ok_and(|response| response.refuses_token);
-        let is_unreachable = response.as_ref().is_err_and(is_unreachable);
+        let is_unreachable = response.as_ref().is_err_and(http::is_unreachable);
         match (response.and_then(HubResponse::into_result), copy) {
             (Err(error), Some(copy)) if is_unreachable || refuses_token => {
-                let why = format!("{OLDER_COPY}, which may not be the newest: {error}");
+                let why = format!(
+                    "{OLDER_COPY} of Hugging Face's client is used, which may not be the newest: {error}"
+                );
                 *self.fallback.lock() = refuses_token.then_some(why);
+                if self.local.file(copy).is_none() {
+                    self.note_copy(&error.to_string());
+                }
                 Ok(ControlFlow::Break(copy.clone()))
             }
             (response, _) => response.map(ControlFlow::Continue),
         }
+    }
+
+    /// Notes that a copy in our cache is used, and the reason.
+    fn note_copy(&self, why: &str) {
+        *self.fallback.lock() =
+            Some(format!("{OLDER_COPY} is used, which may not be current: {why}"));
+    }
+
+    fn cache_offline(&self) -> bool {
+        self.options.cache.as_ref().is_some_and(|cache| cache.is_offline)
+    }
+
+    /// The commit of the copies that can be used in place of the newest files: in the cache of
+    /// Hugging Face's client or, if the options allow that, in ours.
+    fn copied_commit(&self, wanted: &HubAddress) -> Option<String> {
+        let in_cache = || {
+            let cache = self.options.cache.as_ref()?;
+            let copies =
+                cache.entries().ok().filter(|_| cache.is_offline || cache.stale_if_error)?;
+            let paths: Vec<_> = wanted.candidates().into_iter().map(|file| file.path).collect();
+            // The last one was used last.
+            copies.iter().rev().find_map(|copy| {
+                let found = HubAddress::parse(&copy.uri).ok()?;
+                let is_wanted = found.repo == wanted.repo && paths.contains(&found.path);
+                is_wanted.then_some(found.revision)
+            })
+        };
+        self.local.commit(wanted).or_else(in_cache)
     }
 
     /// The commit at which another process has opened the repository for this one.
@@ -146,12 +182,20 @@ impl Repo {
         let has_cached_head = |address: &&HubAddress| {
             self.options.cached_heads.contains_key(&address.display_address())
         };
-        let downloaded = || addresses.iter().find(|address| self.local.file(address).is_some());
+        let has_copy =
+            |address| self.hub().is_ok_and(|hub| http::has_copy(&self.options, &hub.url(address)));
+        let downloaded = || {
+            addresses.iter().find(|address| self.local.file(address).is_some() || has_copy(address))
+        };
         addresses.iter().find(has_cached_head).or_else(downloaded).cloned()
     }
 
     fn not_cached(&self, wanted: &HubAddress) -> Error {
-        let what = "HF_HUB_OFFLINE is set, and it is not in the cache of Hugging Face's client";
+        let what = if self.offline {
+            "HF_HUB_OFFLINE is set, and it is not in the cache of Hugging Face's client"
+        } else {
+            "TENSORIZER_CACHE_OFFLINE is set, and the cache has no copy"
+        };
         Error::failed("opening", &wanted.display_address(), ErrorKind::NotFound, what)
     }
 
@@ -174,15 +218,14 @@ impl Repo {
             let server = ServerFile {
                 head: Some(head),
                 local_copy: Some(LocalCopy { path, discard: None }),
-                fallback: Arc::clone(&self.fallback),
                 ..self.hub_file(address, true)
             };
             return Ok(Arc::new(source.of_server(server)));
         }
-        if self.offline {
+        let hub = self.hub()?;
+        if self.offline && !http::has_copy(&self.options, &hub.url(address)) {
             return Err(self.not_cached(address));
         }
-        let hub = self.hub()?;
         let options = OpenOptions { transport: hub.options.clone(), first, ..self.options.clone() };
         let hub_file = Some(self.hub_file(address, false));
         http::open_as(hub.url(address), uri, hub_file, &options, cancel)
@@ -197,6 +240,7 @@ impl Repo {
                 repo.open(&from.sibling(name), first, cancel).map(Some)
             })),
             checksum: Some(Arc::new(move |cancel| asked.checksum(&file, is_copy, cancel))),
+            fallback: Arc::clone(&self.fallback),
             ..ServerFile::default()
         }
     }
@@ -217,10 +261,4 @@ impl Repo {
             _ => Ok(self.hub()?.ask(address, false, cancel)?.into_result()?.checksum),
         }
     }
-}
-
-/// True if there was no response, unless the reason is an untrusted certificate.
-fn is_unreachable(error: &Error) -> bool {
-    let others = [ErrorKind::PermissionDenied, ErrorKind::InvalidInput, ErrorKind::InvalidData];
-    matches!(error, Error::Io { error, .. } if !others.contains(&error.kind()))
 }

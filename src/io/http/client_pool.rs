@@ -14,7 +14,7 @@ use super::turns::Turns;
 use crate::io::ConnectionLimit;
 use crate::io::transport::{
     Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
-    TransportOptions, connect, read_chunk,
+    TransportOptions, read_chunk, timer,
 };
 use crate::mem::Buffers;
 
@@ -77,7 +77,7 @@ impl ClientPool {
 
     /// Makes a client without connections.
     pub fn connect(&self, budget: &RetryBudget<'_>) -> Result<PooledConnection<Client>, Failure> {
-        connect(budget, async || self.config.build(self.window(), true))
+        self.pool.connect(budget, async || self.config.build(self.window(), true))
     }
 }
 
@@ -88,6 +88,9 @@ pub async fn next_chunk(
 ) -> Result<Bytes, Failure> {
     let bytes = read_chunk(response, budget.options.stall).await?;
     budget.received(bytes.len() as u64);
+    if let Some(pause) = budget.pace(bytes.len() as u64) {
+        timer::sleep(pause).await;
+    }
     // Without a yield, a fast body would keep the event loop from its checks.
     budget.check()?;
     Ok(bytes)

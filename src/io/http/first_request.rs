@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::io::ErrorKind;
 use std::sync::Arc;
+use std::time::Duration;
 
 use reqwest::StatusCode;
 
@@ -12,15 +13,19 @@ use super::file_url::{FileUrl, RangeRequest};
 use super::response::{First, FirstResponse, parse_first};
 use super::validators::Validators;
 use crate::cancel::Cancel;
+use crate::environment::CACHE_OFFLINE;
 use crate::error::{Error, Result};
 use crate::io::cache::CacheEntry;
 use crate::io::transport::{Client, Failure, Repeat, RequestTarget, RetryBudget, retry};
 use crate::io::{CachedHead, OpenOptions};
 use crate::mem::Buffers;
+use crate::stats::OLDER_COPY;
 use crate::sys::{clock, to_usize};
 
 /// Bytes of the first request: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
+/// Time limit for a response where there is a copy that can be used instead.
+pub const LIMIT_WITH_COPY: Duration = Duration::from_secs(10);
 /// Statuses with which servers refuse every range.
 const WITHOUT_RANGES: [u16; 2] = [400, 501];
 /// Bytes that are a head, although the connection ended before the rest of it.
@@ -54,8 +59,60 @@ impl Head {
     }
 }
 
+/// The head of a file: of its complete copy in the cache if the address names a version, or if the
+/// server is not to be asked; else that of its server or, if this fails and may, of the copy.
+pub fn find_head(
+    (url, clients): (&FileUrl, &ClientPool),
+    display_address: &str,
+    entry: Option<&CacheEntry>,
+    is_version: bool,
+    options: &OpenOptions,
+    cancel: &dyn Cancel,
+) -> Result<Head> {
+    let copy = entry.filter(|entry| entry.is_complete());
+    let of_copy = |copy: &CacheEntry, why: Option<String>| {
+        let (uri, tag) = (display_address.to_owned(), Some(copy.version.tag.clone()));
+        let head = CachedHead { uri, len: copy.version.len, tag, ..CachedHead::default() };
+        let fallback =
+            why.map(|why| format!("{OLDER_COPY} is used, which may not be current: {why}"));
+        Ok(Head { fallback, ..Head::cached(&head)? })
+    };
+    let cache = options.cache.as_ref();
+    let is_offline = cache.is_some_and(|cache| cache.is_offline);
+    match copy {
+        Some(copy) if is_version => return of_copy(copy, None),
+        Some(copy) if is_offline => {
+            return of_copy(copy, Some(format!("{} is set", CACHE_OFFLINE.name)));
+        }
+        None if is_offline => {
+            let what = format!("{} is set, and the cache has no complete copy", CACHE_OFFLINE.name);
+            return Err(Error::failed("opening", display_address, ErrorKind::NotFound, what));
+        }
+        _ => {}
+    }
+    let copy = copy.filter(|_| cache.is_some_and(|cache| cache.stale_if_error));
+    let mut options = options.clone();
+    if copy.is_some() {
+        options.transport.limit_all(LIMIT_WITH_COPY);
+    }
+    match (request_head(url, clients, display_address, entry, &options, cancel), copy) {
+        (Err(error), Some(copy)) if is_unreachable(&error) => {
+            of_copy(copy, Some(error.to_string()))
+        }
+        (head, _) => head,
+    }
+}
+
+/// True if there was no response, or that of a server that has failed, unless the reason is an
+/// untrusted certificate.
+pub fn is_unreachable(error: &Error) -> bool {
+    use ErrorKind::{InvalidData, InvalidInput, NotFound, PermissionDenied};
+    let others = [PermissionDenied, InvalidInput, InvalidData, NotFound];
+    matches!(error, Error::Io { error, .. } if !others.contains(&error.kind()))
+}
+
 /// Requests the head of a file. If the server has what is in the cache, only its headers are sent.
-pub fn request_head(
+fn request_head(
     url: &FileUrl,
     clients: &ClientPool,
     display_address: &str,

@@ -28,10 +28,11 @@ use crate::io::transport::{
     status_failure,
 };
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
-use cache_key::without_secrets;
+use cache_key::{cache_key, without_secrets};
 use client_pool::ClientPool;
 pub use file_url::{FileUrl, Refusal, Sign, SignFuture};
-use first_request::{Head, request_head};
+use first_request::{Head, find_head};
+pub use first_request::{LIMIT_WITH_COPY, is_unreachable};
 use response::FirstResponse;
 #[cfg(test)]
 pub(crate) use source::capabilities;
@@ -95,7 +96,8 @@ fn open_with_clients(
         Some(head) => Head::cached(head)?,
         None => {
             entry = cache.as_ref().and_then(|(cache, key)| cache.latest(key));
-            request_head(&url, &clients, &uri, entry.as_ref(), options, cancel)?
+            let (server, is_version) = ((&url, &*clients), hub.is_some() || url.is_version());
+            find_head(server, &uri, entry.as_ref(), is_version, options, cancel)?
         }
     };
     let Head { moved, mut first, bytes: head, fallback } = found;
@@ -105,6 +107,7 @@ fn open_with_clients(
         let open_sibling = Some(sibling_opener(&url, &clients, &uri, options));
         ServerFile { open_sibling, ..ServerFile::default() }
     });
+    let fallback = fallback.or_else(|| server.fallback.lock().clone());
     let server = ServerFile { fallback: Arc::new(ForkSafeMutex::new(fallback)), ..server };
     let facts = facts_of(uri.clone(), server, &first);
     let (transport, validators) = (options.transport.clone(), first.validators);
@@ -207,6 +210,12 @@ fn sibling_opener(
         let clients = Arc::clone(&clients);
         open_with_clients(url, clients, address, None, &options, cancel).map(Some)
     })
+}
+
+/// True if the cache has a complete copy of the file of a URL.
+pub fn has_copy(options: &OpenOptions, url: &Url) -> bool {
+    let found = options.cache.as_ref().and_then(|cache| cache.latest(&cache_key(url)?));
+    found.is_some_and(|entry| entry.is_complete())
 }
 
 /// The address for messages; None if it cannot be parsed.

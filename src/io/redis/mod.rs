@@ -13,7 +13,7 @@ use std::time::Instant;
 use redis::{FromRedisValue, Pipeline, Value, from_redis_value};
 
 use super::{Capabilities, Facts, ReadAt};
-use crate::cancel::Cancel;
+use crate::cancel::{self, Cancel};
 use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{RetryBudget, TransportOptions, retry};
 use crate::mem::Buffers;
@@ -354,6 +354,9 @@ impl ReadAt for RedisSource {
         }
         into.arrived(done as u64);
         budget.received(done as u64);
+        if let Some(pause) = budget.pace(done as u64) {
+            cancel::sleep(pause, cancel)?;
+        }
         Ok(done)
     }
 }

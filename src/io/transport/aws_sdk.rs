@@ -11,9 +11,11 @@ use aws_sdk_s3::primitives::SdkBody;
 use aws_smithy_runtime_api::client::http::{
     HttpConnector, HttpConnectorFuture, SharedHttpClient, SharedHttpConnector, http_client_fn,
 };
+use reqwest::header::{HeaderValue, USER_AGENT};
 use reqwest::{Body, Request, Url};
 
-use super::redirects::secrets;
+use super::client::OUR_NAME;
+use super::redirects::{header_map, secrets};
 use super::refusal::hide;
 use super::send::read_document;
 use super::trust::AWS_CREDENTIALS_SETTINGS;
@@ -26,21 +28,27 @@ const TOKEN: &str = "x-amz-security-token";
 #[derive(Debug, Clone)]
 pub struct SdkClient {
     client: Client,
+    /// Those of the caller, which are not signed.
+    headers: Vec<(String, String)>,
     /// Bytes of bodies that were sent.
     pub sent: Arc<AtomicU64>,
 }
 
 impl SdkClient {
-    pub fn new(client: Client) -> Self {
-        SdkClient { client, sent: Arc::default() }
+    pub fn new(client: Client, headers: Vec<(String, String)>) -> Self {
+        SdkClient { client, headers, sent: Arc::default() }
     }
 
     async fn send(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
         let odd = |e: &dyn Display| Failure::permanent(ErrorKind::InvalidInput, e.to_string());
         let request = request.try_into_http1x().map_err(|e| odd(&e))?;
         let counted = Arc::clone(&self.sent);
-        let request =
+        let mut request =
             Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
+        let agent = request.headers().get(USER_AGENT).and_then(|agent| agent.to_str().ok());
+        let agent = HeaderValue::from_str(&format!("{OUR_NAME} {}", agent.unwrap_or("")));
+        request.headers_mut().extend(agent.map(|agent| (USER_AGENT, agent)));
+        request.headers_mut().extend(header_map(&self.headers)?);
         let token = request.headers().get(TOKEN).and_then(|token| token.to_str().ok());
         let secrets = secrets(&request, token.into_iter());
         let mut response = self.client.send(request, Some(&self.sent)).await?;
@@ -90,7 +98,7 @@ impl HttpConnector for CredentialClient {
         let url = Url::parse(request.uri()).ok();
         let host = url.as_ref().and_then(Url::host_str).unwrap_or("");
         match self.connect(host, url.as_ref().is_none_or(|url| url.scheme() == "https")) {
-            Ok(client) => SdkClient::new(client).call(request),
+            Ok(client) => SdkClient::new(client, Vec::new()).call(request),
             Err(failure) => HttpConnectorFuture::ready(Err(connector_error(failure))),
         }
     }

@@ -35,8 +35,8 @@ const IDLE: Duration = Duration::from_secs(90);
 const PROBES: Duration = Duration::from_secs(15);
 /// Probes without an answer after which a connection is given up.
 const MOST_PROBES: u32 = 3;
-const OUR_NAME: HeaderValue =
-    HeaderValue::from_static(concat!("tensorizer/", env!("CARGO_PKG_VERSION")));
+/// The name of this product, and its version.
+pub const OUR_NAME: &str = concat!("tensorizer/", env!("CARGO_PKG_VERSION"));
 
 /// The configuration of the clients of one source or sink.
 #[derive(Debug, Clone)]
@@ -152,7 +152,7 @@ impl Client {
         let mut request = hyper::Request::try_from(request)?;
         self.check(request.uri())?;
         for (name, value) in [
-            (USER_AGENT, Some(OUR_NAME)),
+            (USER_AGENT, Some(HeaderValue::from_static(OUR_NAME))),
             (ACCEPT, Some(HeaderValue::from_static("*/*"))),
             (COOKIE, self.cookies_of(&url)),
             (PROXY_AUTHORIZATION, self.proxies.authorization(request.uri())),

@@ -1,11 +1,13 @@
 //! Event loops and the connections that live on them.
 //!
-//! Each thread that talks to a server drives its own event loop, so that bytes do not change
-//! threads between the socket and the caller's memory. A pool hands event loops from thread to
-//! thread with their open connections. A forked child does not use those of its parent.
+//! A thread that talks to a server drives an event loop, so that bytes need not change threads
+//! between the socket and the caller's memory. Many connections share event loops: each takes four
+//! descriptors. A pool hands connections from thread to thread. A forked child does not use those of
+//! its parent.
 
 use std::io;
 use std::ops::AsyncFnOnce;
+use std::sync::{Arc, Weak};
 
 use tokio::runtime::{Builder, Runtime};
 
@@ -13,18 +15,25 @@ use super::{Failure, RetryBudget, TransportOptions, timer};
 use crate::cancel::{Cancel, POLL};
 use crate::environment::read_guarded;
 use crate::error::Result as CallResult;
+use crate::sys::cpu_count;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
-use crate::sys::process::DropInOwner;
+use crate::sys::process::{DropInOwner, PerProcess};
 
-/// An event loop of one thread.
-pub struct EventLoop(Option<Runtime>);
+/// Event loops of one pool, at least; more if there are more cores.
+const MIN_LOOPS: usize = 8;
+
+/// An event loop, which several threads may drive.
+#[derive(Clone)]
+pub struct EventLoop(Arc<OwnedRuntime>);
+
+struct OwnedRuntime(Option<Runtime>);
 
 impl EventLoop {
     /// Starts an event loop.
     pub fn new() -> Result<Self, Failure> {
         let runtime = read_guarded(|| Builder::new_current_thread().enable_all().build());
         let failed = |e: io::Error| Failure::permanent(e.kind(), format!("an event loop: {e}"));
-        Ok(EventLoop(Some(runtime.map_err(failed)?)))
+        Ok(EventLoop(Arc::new(OwnedRuntime(Some(runtime.map_err(failed)?)))))
     }
 
     /// Runs a request on this thread until it ends, its budget is spent, or the call is cancelled.
@@ -36,7 +45,7 @@ impl EventLoop {
         // A request that is ready at once would never reach the check below.
         budget.check()?;
         let ended = || Failure::permanent(io::ErrorKind::Other, "its event loop has ended");
-        self.0.as_ref().ok_or_else(ended)?.block_on(async {
+        self.0.0.as_ref().ok_or_else(ended)?.block_on(async {
             let mut request = std::pin::pin!(request);
             loop {
                 if let Ok(result) = timer::timeout(POLL, &mut request).await {
@@ -48,7 +57,7 @@ impl EventLoop {
     }
 }
 
-impl Drop for EventLoop {
+impl Drop for OwnedRuntime {
     fn drop(&mut self) {
         if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
@@ -66,18 +75,17 @@ pub struct Connection<C> {
 /// parent's too.
 pub type PooledConnection<C> = DropInOwner<Connection<C>>;
 
-/// Makes an event loop, and a client on it.
-pub fn connect<C>(
-    budget: &RetryBudget<'_>,
-    make: impl AsyncFnOnce() -> Result<C, Failure>,
-) -> Result<PooledConnection<C>, Failure> {
-    let events = EventLoop::new()?;
-    let client = events.run(budget, make())?;
-    Ok(DropInOwner::new(Connection { client, events }))
+/// Idle connections, and the event loops of all.
+pub struct ConnectionPool<C> {
+    idle: ForkSafeMutex<Vec<PooledConnection<C>>>,
+    loops: PerProcess<ForkSafeMutex<Vec<Weak<OwnedRuntime>>>>,
 }
 
-/// Idle connections.
-pub type ConnectionPool<C> = ForkSafeMutex<Vec<PooledConnection<C>>>;
+impl<C> Default for ConnectionPool<C> {
+    fn default() -> Self {
+        ConnectionPool { idle: ForkSafeMutex::new(Vec::new()), loops: PerProcess::new() }
+    }
+}
 
 impl<C> ConnectionPool<C> {
     /// Takes an idle connection, or makes one; `make` builds its client on its event loop.
@@ -86,20 +94,44 @@ impl<C> ConnectionPool<C> {
         budget: &RetryBudget<'_>,
         make: impl AsyncFnOnce() -> Result<C, Failure>,
     ) -> Result<PooledConnection<C>, Failure> {
-        let mut idle = std::iter::from_fn(|| self.lock().pop());
+        let mut idle = std::iter::from_fn(|| self.idle.lock().pop());
         let found = idle.find(|connection| connection.owner().is_current());
-        found.map_or_else(|| connect(budget, make), Ok)
+        found.map_or_else(|| self.connect(budget, make), Ok)
+    }
+
+    /// Makes a client on a new event loop or, if there are many, on the one with the fewest.
+    pub fn connect(
+        &self,
+        budget: &RetryBudget<'_>,
+        make: impl AsyncFnOnce() -> Result<C, Failure>,
+    ) -> Result<PooledConnection<C>, Failure> {
+        let events = {
+            let mut loops = self.loops.get().lock();
+            loops.retain(|events| events.strong_count() > 0);
+            let shared = loops.iter().min_by_key(|events| events.strong_count());
+            let is_full = loops.len() >= MIN_LOOPS.max(cpu_count());
+            match shared.filter(|_| is_full).and_then(Weak::upgrade) {
+                Some(shared) => EventLoop(shared),
+                None => {
+                    let new = EventLoop::new()?;
+                    loops.push(Arc::downgrade(&new.0));
+                    new
+                }
+            }
+        };
+        let client = events.run(budget, make())?;
+        Ok(DropInOwner::new(Connection { client, events }))
     }
 
     /// Closes all idle connections.
     pub fn clear(&self) {
-        let all = std::mem::take(&mut *self.lock());
+        let all = std::mem::take(&mut *self.idle.lock());
         drop(all);
     }
 
     /// Puts a connection back.
     pub fn give_back(&self, connection: PooledConnection<C>) {
-        self.lock().push(connection);
+        self.idle.lock().push(connection);
     }
 }
 

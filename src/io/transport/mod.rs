@@ -34,13 +34,13 @@ mod upload_body;
 
 #[cfg(feature = "http")]
 pub(crate) use self::{
-    client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW},
-    redirects::{RequestTarget, follow, secrets},
+    client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW, OUR_NAME},
+    redirects::{RequestTarget, follow, header_map, secrets},
     refusal::{ErrorDocument, is_transient, refusal, request_ids, status_failure},
     send::{read_beginning, read_chunk, read_document},
 };
 pub(crate) use self::{
-    connections::{ConnectionPool, PooledConnection, connect, run_once, with_guarded_polls},
+    connections::{ConnectionPool, PooledConnection, run_once, with_guarded_polls},
     failure::{Failure, Repeat, lookup_failure, refused_socket},
     lookup::lookup,
     retry::RetryBudget,

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use super::Trust;
 use super::trust::HTTP_SETTINGS;
-use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
+use crate::environment::{
+    ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, MAX_BYTES_PER_SECOND, STALL_SECONDS, TOTAL_SECONDS,
+};
 use crate::error::Result;
 use crate::sys::to_usize;
 use crate::traffic::{self, Traffic};
@@ -43,6 +45,8 @@ impl TransportOptions {
     /// The options from the environment. A variable that is no number of its range is
     /// an error.
     pub fn from_environment() -> Result<Self> {
+        let traffic = traffic::current();
+        traffic.limit(MAX_BYTES_PER_SECOND.value()?);
         Ok(TransportOptions {
             headers: Vec::new(),
             trust: Trust::Default,
@@ -54,7 +58,14 @@ impl TransportOptions {
             connect: CONNECT_SECONDS.seconds()?,
             stall: STALL_SECONDS.seconds()?,
             total: TOTAL_SECONDS.seconds()?,
-            traffic: traffic::current(),
+            traffic,
         })
+    }
+
+    /// Lowers the time limits of a request that is not needed.
+    pub fn limit_all(&mut self, time: Duration) {
+        for limit in [&mut self.total, &mut self.connect, &mut self.stall] {
+            *limit = time.min(*limit);
+        }
     }
 }

@@ -33,6 +33,20 @@ pub fn secrets<'h>(request: &'h Request, headers: impl Iterator<Item = &'h str>)
     all.filter(|text| text.len() >= SHORTEST_SECRET).collect()
 }
 
+/// The headers of a caller. They may be secrets.
+pub fn header_map(headers: &[(String, String)]) -> Result<HeaderMap, Failure> {
+    let header = |(name, value): &(String, String)| {
+        let mut value: HeaderValue = value.parse().ok()?;
+        value.set_sensitive(true);
+        Some((name.parse::<HeaderName>().ok()?, value))
+    };
+    let headers: Option<HeaderMap> = headers.iter().map(header).collect();
+    headers.ok_or_else(|| {
+        let what = "a request header, such as that with the token, has an invalid name or value";
+        Failure::permanent(ErrorKind::InvalidInput, what)
+    })
+}
+
 /// A URL, and the headers and credentials that are sent there.
 #[derive(Clone)]
 pub struct RequestTarget {
@@ -101,17 +115,7 @@ impl RequestTarget {
         method: Method,
         more: &HeaderMap,
     ) -> Result<Request, Failure> {
-        let header = |(name, value): &(String, String)| {
-            let mut value: HeaderValue = value.parse().ok()?;
-            value.set_sensitive(true);
-            Some((name.parse::<HeaderName>().ok()?, value))
-        };
-        let headers: Option<HeaderMap> = self.headers.iter().map(header).collect();
-        let mut headers = headers.ok_or_else(|| {
-            let what = "a request header, such as that with the token, has an invalid name or \
-                        value";
-            Failure::permanent(ErrorKind::InvalidInput, what)
-        })?;
+        let mut headers = header_map(&self.headers)?;
         headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         headers.extend(more.clone());
         let request = client.requests.request(method, self.url.clone());

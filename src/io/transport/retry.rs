@@ -83,6 +83,13 @@ impl<'o> RetryBudget<'o> {
         self.options.traffic.bytes(bytes);
     }
 
+    /// The pause after some bytes, if the call may not move more per second. It does not count.
+    pub fn pace(&self, bytes: u64) -> Option<Duration> {
+        let pause = self.options.traffic.pace(bytes)?;
+        self.waited.set(self.waited.get().saturating_add(pause));
+        Some(pause)
+    }
+
     /// Counts the bytes that the next attempt sends, by the counter of their body.
     pub fn track_upload(&self, sent: &Arc<AtomicU64>) {
         self.received(self.sent());
@@ -92,6 +99,13 @@ impl<'o> RetryBudget<'o> {
     fn sent(&self) -> u64 {
         let sending = self.sending.borrow();
         sending.0.load(Ordering::Relaxed).saturating_sub(sending.1)
+    }
+
+    /// Counts the bytes that an attempt has sent, and pauses if that was too fast.
+    pub fn sent_all(&self, sent: &Arc<AtomicU64>) -> Result<(), Failure> {
+        let pause = self.pace(self.sent());
+        self.track_upload(sent);
+        pause.map_or(Ok(()), |pause| cancel::sleep(pause, self.cancel).map_err(Failure::ended))
     }
 
     /// Sleeps, unless the caller ends the call. The time does not count.

@@ -1,7 +1,7 @@
 //! Time limits of requests, on tokio's clock or on one that a test drives.
 
 #[cfg(not(test))]
-pub use tokio::time::timeout;
+pub use tokio::time::{sleep, timeout};
 
 #[cfg(test)]
 pub use paused::{elapsed, pause, sleep, timeout};

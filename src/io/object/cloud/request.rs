@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::io::auth::CloudIdentity;
 use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{
-    Client, ErrorDocument, Failure, UploadBody, read_document, secrets, status_failure,
+    Client, ErrorDocument, Failure, UploadBody, header_map, read_document, secrets, status_failure,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
@@ -207,6 +207,7 @@ impl CloudObject {
     ) -> Result<CloudResponse, Failure> {
         let stall = client.config.stall.max(request.stall_limit);
         let mut request = request.build(&self.url, checksums, sent)?;
+        request.headers_mut().extend(header_map(&self.requests.options.headers)?);
         match &self.identity {
             Some(identity) => identity.authorization().await?(&mut request)?,
             None if self.cloud == Cloud::Azure => {

@@ -10,7 +10,7 @@ use aws_config::{BehaviorVersion, SdkConfig};
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::config::{
-    Credentials, IdentityCache, ProvideCredentials, Region, RequestChecksumCalculation,
+    AppName, Credentials, IdentityCache, ProvideCredentials, Region, RequestChecksumCalculation,
     ResponseChecksumValidation,
 };
 use aws_sdk_s3::types::{RequestPayer, ServerSideEncryption};
@@ -79,7 +79,8 @@ impl S3Bucket {
             // Checksums are sent as headers here, because many servers do not support checksums
             // after a body.
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
-        let config = self.server.configure(config);
+        let mut config = self.server.configure(config);
+        config.set_app_name(app_name());
         let config = match &self.credentials {
             Some(keys) => {
                 // It keeps them itself.
@@ -245,6 +246,11 @@ async fn addressing_style(s3: &S3Options, host_bucket: Option<&str>) -> Result<O
 /// The value of a variable, if it is set.
 fn variable(name: &TextVariable) -> Option<String> {
     Some(name.value()?.to_string_lossy().into_owned())
+}
+
+/// The name of the program that AWS's clients send with their own.
+pub fn app_name() -> Option<AppName> {
+    AppName::new(read_guarded(|| std::env::var("AWS_SDK_UA_APP_ID")).ok()?).ok()
 }
 
 /// The encryption of uploads, and the id of its key.

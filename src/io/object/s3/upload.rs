@@ -91,7 +91,7 @@ impl S3Object {
         make: impl Fn(Client) -> F,
     ) -> Result<T> {
         let wrap = |client| {
-            let connector = SdkClient::new(client);
+            let connector = SdkClient::new(client, self.requests.options.headers.clone());
             let sent = Arc::clone(&connector.sent);
             (self.resolved.client(sdk_client(connector)), sent)
         };

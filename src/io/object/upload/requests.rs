@@ -44,8 +44,9 @@ impl<C: Clone> UploadRequests<C> {
             let (client, sent) = &connection.client;
             budget.track_upload(sent);
             let outcome = connection.events.run(&budget, make(client.clone(), Arc::clone(sent)));
-            budget.track_upload(sent);
+            let paced = budget.sent_all(sent);
             self.pool.give_back(connection);
+            paced?;
             if outcome.as_ref().is_err_and(|failure| failure.renewable) {
                 invalidate(begun);
                 // Clients may still sign for the wrong region.
