@@ -98,14 +98,12 @@ pub enum Error {
         /// A remark on hashes that the server of the file may have; empty if it has none.
         elsewhere: &'static str,
     },
-    /// The bytes of a file do not have the hash that its hub publishes.
-    #[error(
-        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}{kept}"
-    )]
+    /// The bytes of a file do not have the hash that its hub publishes, or that the caller states.
+    #[error("`{uri}` failed SHA256 verification: {expected}, the bytes have {found}{kept}")]
     FileHashMismatch {
         /// The address.
         uri: String,
-        /// The published hash.
+        /// The stated hash, and its origin: `the hub publishes ...`.
         expected: Box<str>,
         /// The hash of the bytes read.
         found: Box<str>,

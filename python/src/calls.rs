@@ -183,7 +183,7 @@ impl Call {
     #[new]
     #[pyo3(signature = (function, seconds, saves = false))]
     fn new(function: String, seconds: Option<f64>, saves: bool) -> PyResult<Self> {
-        if let Some(seconds) = seconds.filter(|seconds| !(*seconds > 0.0)) {
+        if let Some(seconds) = seconds.filter(|seconds| seconds.is_nan() || *seconds <= 0.0) {
             let what =
                 format!("timeout must be a positive number of seconds or None, not {seconds}");
             return Err(PyValueError::new_err(what));

@@ -73,15 +73,16 @@ impl Reader {
 impl Reader {
     /// Reads a source from `base` on, or from the beginning of its file. With `keep_heads`, it
     /// retains cached heads for other processes. Of a checkpoint's files, it opens only those with
-    /// `wanted` tensors; all if the index lacks one.
+    /// `wanted` tensors; all if the index lacks one. `sha256`: see [`Opening::pins`].
     #[new]
-    #[pyo3(signature = (source, base = None, keep_heads = false, wanted = None))]
+    #[pyo3(signature = (source, base = None, keep_heads = false, wanted = None, sha256 = None))]
     fn open(
         py: Python<'_>,
         source: &Source,
         base: Option<u64>,
         keep_heads: bool,
         wanted: Option<Vec<Bound<'_, PyAny>>>,
+        sha256: Option<BTreeMap<String, [u8; 32]>>,
     ) -> Outcome<Self> {
         // An invalid name is an error later, when the tensor is looked up.
         let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
@@ -92,6 +93,7 @@ impl Reader {
             storages: true,
             keeps_heads: keep_heads,
             wanted: wanted.as_ref(),
+            pins: sha256.as_ref(),
             ..Opening::new(&signals)
         };
         waits_for("reading the index of", source.uri());

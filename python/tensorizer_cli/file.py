@@ -52,6 +52,7 @@ def open_file(
     opened: BatchedFile
     if folder is None:
         more |= {"num_readers": options.readers, "memory_limit": limit, "progress": progress}
+        more["sha256"] = getattr(options, "sha256", None) or _sums(getattr(options, "sums", None))
         opened = BatchedFile(file, params, **more)
     elif limit is not None:
         raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
@@ -60,6 +61,14 @@ def open_file(
     if progress is not None:
         progress.total = opened.total
     return opened
+
+
+def _sums(path: str | None) -> dict[str, str] | None:
+    """Return the hashes in a file of ``sha256sum`` by the names of their files."""
+    if path is None:
+        return None
+    rows = (line.split(maxsplit=1) for line in Path(path).read_text().splitlines() if line.strip())
+    return {name.strip().lstrip("*").rsplit("/", 1)[-1]: digits for digits, name in rows}
 
 
 def checkpoint_folder(file: str) -> str | None:

@@ -1,6 +1,6 @@
 //! The part of a catalog that one file adds, and reads of its first and last bytes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::cancel::Cancel;
@@ -24,12 +24,14 @@ pub struct Opening<'c> {
     /// The wanted tensors, by the stored forms of their names; None for all. If a checkpoint
     /// consists of several files, only the files that contain these tensors are opened.
     pub wanted: Option<&'c BTreeSet<String>>,
+    /// The SHA-256 that each file must have, by its name in its folder; `""` for a single file.
+    pub pins: Option<&'c BTreeMap<String, [u8; 32]>>,
 }
 
 impl<'c> Opening<'c> {
     /// Returns options with nothing optional switched on.
     pub const fn new(cancel: &'c dyn Cancel) -> Self {
-        Opening { cancel, storages: false, keeps_heads: false, wanted: None }
+        Opening { cancel, storages: false, keeps_heads: false, wanted: None, pins: None }
     }
 }
 

@@ -163,7 +163,7 @@ impl<'f> DeviceLoad<'f> {
     ) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
         let selection = &self.selection;
         selection.check()?;
-        let verify = selection.file.verify_hub_checksums(options, cancel)?;
+        let verify = selection.file.compare_files(Some(selection), options, cancel)?;
         let options = &LoadOptions { verify, ..*options };
         selection.file.with_intact_copies(|| {
             let open = |one: &DestinationDevice<'_>| Streams::open(one.device, one.consumer);
@@ -177,6 +177,7 @@ impl<'f> DeviceLoad<'f> {
             let read = (&self.layout, &*streams);
             let reads = Reads::new(selection, options)?;
             let headers = read_to_devices(&reads, to, read, &run, &|_| false, allocate)?;
+            selection.file.agree(cancel)?;
             Ok((selection.to_caller_order(headers), streams))
         })
     }

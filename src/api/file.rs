@@ -5,7 +5,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::verified_source::HubVerification;
+use super::pins::HubPins;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Escaped, Result};
@@ -29,8 +29,8 @@ pub struct TensorFile {
     /// The state of a `.tensors` file; None for other formats.
     tensors_state: Option<Arc<TensorsFileState>>,
     cached_heads: Arc<[CachedHead]>,
-    /// Set once the bytes have been compared with the checksums of the hub, or need no comparison.
-    hub_verification: Arc<HubVerification>,
+    /// The checksums that a hub publishes of its files.
+    hub_pins: Arc<HubPins>,
 }
 
 /// The state that only `.tensors` files have.
@@ -60,7 +60,7 @@ impl TensorFile {
         tensors_state: Option<TensorsFileState>,
         cached_heads: Vec<CachedHead>,
     ) -> Self {
-        let (tensors_state, cached_heads, hub_verification) =
+        let (tensors_state, cached_heads, hub_pins) =
             (tensors_state.map(Arc::new), cached_heads.into(), Arc::default());
         let catalog = Arc::new(catalog);
         TensorFile {
@@ -69,7 +69,7 @@ impl TensorFile {
             catalog,
             tensors_state,
             cached_heads,
-            hub_verification,
+            hub_pins,
         }
     }
 
@@ -114,7 +114,7 @@ impl TensorFile {
             catalog: Arc::clone(&self.catalog),
             tensors_state: self.tensors_state.clone(),
             cached_heads: Arc::clone(&self.cached_heads),
-            hub_verification: Arc::clone(&self.hub_verification),
+            hub_pins: Arc::clone(&self.hub_pins),
         }
     }
 
@@ -133,9 +133,9 @@ impl TensorFile {
         &self.cached_heads
     }
 
-    /// The state of the comparison of its bytes with the checksums of its hub.
-    pub(super) fn hub_verification(&self) -> &HubVerification {
-        &self.hub_verification
+    /// The checksums that a hub publishes of its files.
+    pub(super) fn hub_pins(&self) -> &HubPins {
+        &self.hub_pins
     }
 
     /// Replaces the sources for which there is another one.

@@ -37,12 +37,13 @@ pub fn load_counted(
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
     selection.check()?;
-    let verify = file.verify_hub_checksums(options, cancel)?;
+    let verify = file.compare_files(Some(&selection), options, cancel)?;
     let map = options.map && !selection.is_sliced();
     let options = &LoadOptions { map, verify, ..*options };
     file.with_intact_copies(|| {
         let mut memory = HostMemory::new(&selection, options)?;
         let headers = read_to_host(&selection, memory.lend()?, options, counters, cancel)?;
+        file.agree(cancel)?;
         let loaded = headers.into_iter().zip(memory.freeze()?).collect();
         let loaded = numbers.iter().zip(selection.to_caller_order(loaded));
         let tensor = |(&number, (header, memory))| {
@@ -98,7 +99,7 @@ pub fn load_into_uninit(
             )));
         }
     }
-    let verify = file.verify_hub_checksums(options, cancel)?;
+    let verify = file.compare_files(Some(&selection), options, cancel)?;
     let options = &LoadOptions { map: false, verify, ..*options };
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.is_meta() {
@@ -109,13 +110,15 @@ pub fn load_into_uninit(
         if file.decryption().is_none() {
             let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(bytes));
             let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
-            return read_to_host(&selection, to, options, counters, cancel);
+            let headers = read_to_host(&selection, to, options, counters, cancel)?;
+            return file.agree(cancel).map(|()| headers);
         }
         let mut bytes: Vec<&mut [u8]> =
             destinations.iter_mut().map(|bytes| zero_fill(bytes)).collect();
         let lent = bytes.iter_mut().map(|bytes| SliceRemainder::new(as_uninit(bytes)));
         let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
         let loaded = read_to_host(&selection, to, options, counters, cancel);
+        let loaded = loaded.and_then(|headers| file.agree(cancel).map(|()| headers));
         if loaded.is_err() {
             // Data that could not be authenticated are wiped.
             bytes.into_iter().for_each(|bytes| bytes.fill(0));

@@ -86,6 +86,9 @@ impl ShardIndex {
     pub fn read(head: FileHead, opening: &Opening<'_>) -> Result<Self> {
         let uri = head.source().uri();
         let json = head.read_all(MAX_LEN, "an index of shards", opening.cancel)?;
+        if let Some(pin) = opening.pin_of(&**head.source())? {
+            pin.compare_all(&json, head.source().facts())?;
+        }
         let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let indexed_files = indexed_files(&index, uri)?;
         let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
@@ -255,6 +258,7 @@ fn open_all(
             ))
         })?;
         selection.index.check_same(file, &*source)?;
+        let source = opening.pinned(source)?;
         let opening = Opening { cancel: control, ..*opening };
         with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = FileHead::read(Arc::clone(&source), 0, control)?;

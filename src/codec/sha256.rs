@@ -38,6 +38,16 @@ impl Default for Sha256 {
 }
 
 impl Sha256 {
+    /// The state after whole blocks.
+    pub fn state(&self) -> [u32; 8] {
+        self.state
+    }
+
+    /// A hash in the state that it had after `total` bytes, which are whole blocks.
+    pub fn resumed(state: [u32; 8], total: u64) -> Self {
+        Sha256 { state, total, ..Self::default() }
+    }
+
     /// Hashes bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         let (blocks, tail) = self.complete_block(bytes).as_chunks::<BLOCK>();
@@ -115,6 +125,19 @@ impl Sha256 {
         self.keep(bytes);
         &[]
     }
+}
+
+/// A hash as text.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The SHA-256 that a text of 64 hexadecimal digits states.
+pub fn parse_hex(text: &str) -> Option<[u8; 32]> {
+    let is_hex = text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let (high, low) = text.split_at_checked(32).filter(|_| is_hex)?;
+    let half = |digits| u128::from_str_radix(digits, 16).ok().map(u128::to_be_bytes);
+    [half(high)?, half(low)?].as_flattened().try_into().ok()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::CachedHead;
+use super::{CachedHead, Pin};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result, Shortened};
 use crate::mem::Buffers;
@@ -31,6 +31,8 @@ pub struct Facts {
     pub connection_limit: Arc<ConnectionLimit>,
     /// The facts that only a server's file has, or a local copy of one.
     pub server: Option<ServerFile>,
+    /// The SHA-256 that the file must have, if it is compared.
+    pub pin: Option<Arc<Pin>>,
 }
 
 impl Facts {

@@ -106,6 +106,11 @@ def iterate(
         raise TypeError("device= is one device for all tensors, not a function of their names")
     if group is not None and order == "ready":
         raise ValueError('order="ready" with group=: members take tensors in the order of the file')
+    if options.get("sha256") is not None:
+        raise ValueError(
+            "sha256: the hash of a file is known at its end only, and iterate() yields tensors before: "
+            "use load(), or run `tensorizer verify --sums` first"
+        )
     reporter = ProgressReporter(progress)
     request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)
 

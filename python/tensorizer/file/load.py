@@ -102,6 +102,8 @@ def load(
     """
     reporter = ProgressReporter(progress)
     members = None
+    if group is not None and options.get("sha256") is not None:
+        raise ValueError("sha256= with group=: each member would have to read the whole file")
     # Under FakeTensorMode each member makes its tensors alone.
     if group is not None and not fake_mode.is_active():
         from ..group.members import Members  # torch.distributed is slow to import

@@ -31,7 +31,7 @@ from .arguments import checked_dtype, checked_verification
 from .checkpoint import Checkpoint
 from .encryption import DecryptionParams, native_decryption
 from .lazy_shards import LazyShards
-from .options import LoadOptions, check_reading
+from .options import LoadOptions, check_reading, stated_hashes
 from .placement import Places, all_of, by_device, native_numbers, zeros
 from .progress import ProgressReporter
 
@@ -120,15 +120,16 @@ class OpenFile:
             }
             keep_heads = by_address and heads is not None and not heads
             opened = opening.source_opener(file_obj, heads, options)
+            sha256 = stated_hashes(options.get("sha256"))
             plain = encryption is None and num_readers is None and progress is None
             with opened() as source:
-                lazily = lazily and plain and self._name is not None
+                lazily = lazily and plain and sha256 is None and self._name is not None
                 index = ShardIndex.of(source) if lazily else None
                 if index is not None:
                     self._shards = LazyShards(index, opened)
                     self.is_local, self.heads = opened.is_local, []
                     return
-                self._reader = Reader(source, opened.base, keep_heads=keep_heads, wanted=wanted)
+                self._reader = Reader(source, opened.base, keep_heads, wanted, sha256)
             self._identities = self._reader.identities()
             self._set_options(self._reader)
             self.heads = self.reader.heads() if keep_heads else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -31,6 +32,10 @@ class ReadOptions(TypedDict, total=False):
             CRC-32 only, which finds accidental damage and costs little. With True, the bytes of
             files of a hub (``hf://``) are first compared with the SHA-256 that it publishes. They
             are then read twice: the tensors come from a second transfer, which is not hashed again.
+        sha256: The SHA-256 that the file must have, in hexadecimal; or those of several files by
+            name, such as an index and its shards. Other bytes are a ``DamagedFileError``, and no
+            tensor is returned before the whole file was compared: while it is read or, if less than
+            half of it is wanted, before that. Not with ``group``, nor for :func:`iterate`.
         num_readers: The number of threads that read at once. None for as many as help.
         memory_limit: The most bytes that the load has in flight in addition to the tensors: buffers
             of connections, staging memory, batches of a group, gaps between tensors that are read
@@ -55,6 +60,7 @@ class ReadOptions(TypedDict, total=False):
 
     encryption: DecryptionParams | None
     verify_hash: VerifyHash | None
+    sha256: str | Mapping[str, str] | None
     num_readers: int | None
     memory_limit: int | None
     cache_dir: str | os.PathLike[Any] | None
@@ -172,6 +178,23 @@ def takes(options: type) -> Callable[[_Function], _Function]:
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def stated_hashes(sha256: str | Mapping[str, str] | None) -> dict[str, bytes] | None:
+    """Return the hashes that files must have, by name; ``""`` for a single file.
+
+    Raises:
+        ValueError: One has not 64 hexadecimal digits.
+
+    """
+    if sha256 is None:
+        return None
+    found = {}
+    for name, digits in ({"": sha256} if isinstance(sha256, str) else sha256).items():
+        if not isinstance(digits, str) or not re.fullmatch("[0-9a-fA-F]{64}", digits):
+            raise ValueError(f"sha256 must have 64 hexadecimal digits, not {digits!r} {name}")
+        found[name] = bytes.fromhex(digits)
+    return found
 
 
 def check_reading(**options: Unpack[ReadOptions]) -> None:

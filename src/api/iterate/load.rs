@@ -22,7 +22,7 @@ use crate::sys::to_usize;
 pub fn run(shared: &IteratorState, streams: Option<&Streams>) -> Result<()> {
     let IteratorState { file, window, counters, .. } = shared;
     let cancel = || if window.is_closed() { Err(Error::Cancelled) } else { Ok(()) };
-    let verify = file.verify_hub_checksums(&shared.options, &cancel)?;
+    let verify = file.compare_files(None, &shared.options, &cancel)?;
     let options = LoadOptions { verify, ..shared.options };
     let done = file.with_intact_copies(|| {
         let selection = Selection::new(file, &shared.numbers)?;

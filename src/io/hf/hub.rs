@@ -9,6 +9,7 @@ use reqwest::{StatusCode, Url};
 use super::address::{HubAddress, is_commit};
 use super::local_cache::hf_home;
 use crate::cancel::Cancel;
+use crate::codec::sha256::parse_hex;
 use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH, OLD_TOKEN};
 use crate::error::{Error, Result};
 use crate::io::transport::{ErrorDocument, TransportOptions, request_ids};
@@ -190,13 +191,5 @@ fn checksum(headers: &HeaderMap) -> HubChecksum {
 
 /// The SHA-256 in the `ETag` of a file, if the tag is one.
 pub fn sha256_of_tag(tag: &str) -> HubChecksum {
-    let is_hex = tag.len() == 64 && tag.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let half = |digits| u128::from_str_radix(digits, 16).ok().map(u128::to_be_bytes);
-    let halves = tag.split_at_checked(32).filter(|_| is_hex);
-    let Some((Some(high), Some(low))) = halves.map(|(high, low)| (half(high), half(low))) else {
-        return HubChecksum::NotSha256;
-    };
-    let mut sha256 = [0; 32];
-    sha256.copy_from_slice([high, low].as_flattened());
-    HubChecksum::Sha256(sha256)
+    parse_hex(tag).map_or(HubChecksum::NotSha256, HubChecksum::Sha256)
 }

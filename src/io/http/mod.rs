@@ -46,6 +46,13 @@ pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result
         Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
     })?;
     let display_address = display_url(&url);
+    if let Some(fragment) = url.fragment() {
+        let hint = if fragment.starts_with("sha256=") { "; pass the hash as sha256=" } else { "" };
+        return Err(Error::InvalidArgument(format!(
+            "`{display_address}#...`: expected an address without a fragment (`#`), which servers \
+             are not sent{hint}"
+        )));
+    }
     open_as(url, display_address, None, options, cancel)
 }
 

@@ -1,0 +1,206 @@
+//! Files whose SHA-256 is known: their hub publishes it, or the caller has stated it. No tensor is
+//! handed out before the whole file was compared.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::catalog_part::Opening;
+use super::file::TensorFile;
+use super::selection::Selection;
+use crate::cancel::{Cancel, RetryableOnce};
+use crate::codec::hash::Verify;
+use crate::engine::load_options::LoadOptions;
+use crate::engine::worker_range;
+use crate::engine::workers::{self, WorkerRange};
+use crate::error::{Error, Result};
+use crate::fallible::try_resize;
+use crate::format::catalog::data_len;
+use crate::io::{
+    Capabilities, HubChecksum, Pin, PinnedSource, ReadAt, WantedRead, agree, as_refs, read_exact_at,
+};
+use crate::mem::Buffers;
+use crate::memory_limit::LoadNeeds;
+use crate::sys::to_usize;
+
+/// Maximum bytes of a reader's request, if a file is read for its hash only.
+const MAX_PIECE_LEN: u64 = 16 << 20;
+/// Files that are read so at once: each is hashed by one core at a time.
+const MAX_FILES_AT_ONCE: usize = 8;
+/// Files whose checksums are requested at once.
+const MAX_CHECKSUM_REQUESTS: usize = 16;
+
+/// The pins of the files of a hub, which handles of the same checkpoint share.
+#[derive(Default)]
+pub struct HubPins {
+    once: RetryableOnce,
+    pins: OnceLock<Vec<Option<Arc<Pin>>>>,
+}
+
+fn is_pinned(source: &Arc<dyn ReadAt>) -> bool {
+    source.facts().pin.is_some()
+}
+
+impl TensorFile {
+    /// Compares files with their SHA-256, if it is stated, or published by a hub that the options
+    /// ask for: while a selection is read that has most of their bytes, which ends with
+    /// [`TensorFile::agree`]; before any other load. Returns which hashes the load itself has to
+    /// verify. Refuses a file with neither hashes of its own nor a published checksum.
+    pub(super) fn compare_files(
+        &self,
+        selection: Option<&Selection<'_>>,
+        options: &LoadOptions,
+        cancel: &dyn Cancel,
+    ) -> Result<Verify> {
+        let verify = options.verify;
+        let has_own_hashes = self.format().has_hashes();
+        let load_verify = if has_own_hashes { verify } else { Verify::Nothing };
+        let needs_hub = verify != Verify::Nothing && (!has_own_hashes || verify == Verify::All);
+        if needs_hub && !self.sources().iter().all(is_pinned) {
+            let HubPins { once, pins } = self.hub_pins();
+            once.run(cancel, || {
+                let found = self.request_pins(has_own_hashes, cancel)?;
+                pins.get_or_init(|| found);
+                Ok(())
+            })?;
+            self.replace_sources(|file, source| {
+                let pin = pins.get()?.get(file)?.clone()?;
+                let needs_pin = source.facts().is_of_hub() && !is_pinned(source);
+                let pinned = || Arc::new(PinnedSource::new(Arc::clone(source), pin)) as _;
+                needs_pin.then(pinned)
+            });
+        }
+        let sources = self.sources();
+        let pinned = || sources.iter().filter(|source| is_pinned(source));
+        if let (Some(source), None) =
+            (pinned().find(|source| source.facts().len.is_none()), selection)
+        {
+            return Err(Error::Unsupported(format!(
+                "`{}` cannot be verified before its end, and its server sends it front to back only",
+                source.uri()
+            )));
+        }
+        let lens = pinned().map(|source| source.facts().len.unwrap_or(0));
+        let wanted = selection.map_or(0, |selection| data_len(selection.entries.iter().copied()));
+        if wanted.saturating_mul(2) < lens.fold(0, u64::saturating_add) {
+            read_all(&pinned().cloned().collect::<Vec<_>>(), options, cancel)?;
+            self.agree(cancel)?;
+        }
+        Ok(load_verify)
+    }
+
+    /// Ends the comparison of pinned files.
+    pub(super) fn agree(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.sources().iter().try_for_each(|source| agree(&**source, cancel))
+    }
+
+    /// Returns the pins of those files that have a published checksum. Files with hashes of their
+    /// own need none.
+    fn request_pins(
+        &self,
+        has_own_hashes: bool,
+        cancel: &dyn Cancel,
+    ) -> Result<Vec<Option<Arc<Pin>>>> {
+        let sources = self.sources();
+        let published =
+            workers::map(MAX_CHECKSUM_REQUESTS, &*sources, cancel, |source, control| {
+                let server = source.facts().server.as_ref().filter(|_| !is_pinned(source));
+                let request = server.and_then(|server| server.checksum.as_ref());
+                request.map_or(Ok(HubChecksum::NoHub), |request| request(control))
+            })?;
+        let pin = |(source, published): (&Arc<dyn ReadAt>, HubChecksum)| {
+            let why = match published {
+                HubChecksum::Sha256(expected) => {
+                    return Ok(Some(Pin::new(expected, "the hub publishes")));
+                }
+                _ if has_own_hashes || is_pinned(source) => return Ok(None),
+                HubChecksum::NoHub => "",
+                HubChecksum::NotSha256 => ", and its hub publishes no SHA-256 of it",
+                HubChecksum::Offline => ", and with HF_HUB_OFFLINE its hub is not asked for one",
+            };
+            Err(self.no_hashes(source.uri(), why))
+        };
+        sources.iter().zip(published).map(pin).collect()
+    }
+}
+
+impl Opening<'_> {
+    /// The SHA-256 that a file must have, if any is stated.
+    pub(super) fn pin_of(&self, source: &dyn ReadAt) -> Result<Option<Arc<Pin>>> {
+        let Some(pins) = self.pins else { return Ok(None) };
+        let path = source.uri().split('?').next().unwrap_or("");
+        let name = path.rsplit('/').next().unwrap_or(path);
+        let expected = pins.get(name).or_else(|| pins.get("")).ok_or_else(|| {
+            Error::InvalidArgument(format!("sha256 has no hash of `{name}` (`{}`)", source.uri()))
+        })?;
+        Ok(Some(Pin::new(*expected, "the caller expects")))
+    }
+
+    /// Compares a file while it is read, if its SHA-256 is stated.
+    pub(super) fn pinned(&self, source: Arc<dyn ReadAt>) -> Result<Arc<dyn ReadAt>> {
+        Ok(match self.pin_of(&*source)? {
+            Some(pin) => Arc::new(PinnedSource::new(source, pin)),
+            None => source,
+        })
+    }
+}
+
+/// A file that is read for its hash: its source and length, and the announcement of the reads.
+struct HashedFile<'s> {
+    source: &'s dyn ReadAt,
+    len: u64,
+    _wanted: Option<WantedRead>,
+}
+
+impl<'s> HashedFile<'s> {
+    /// What is left of a file; None if it was compared, or is not pinned.
+    fn of(source: &'s dyn ReadAt) -> Option<Self> {
+        let pin = source.facts().pin.as_ref().filter(|pin| !pin.has_agreed())?;
+        let len = source.facts().len?.saturating_sub(pin.position());
+        Some(HashedFile { source, len, _wanted: source.facts().will_read(len) })
+    }
+}
+
+/// Reads what is left of pinned files, so that it is hashed. The number of readers grows while that
+/// raises the throughput.
+pub fn read_all(
+    sources: &[Arc<dyn ReadAt>],
+    options: &LoadOptions,
+    cancel: &dyn Cancel,
+) -> Result<()> {
+    let memory = worker_range::limit(options.memory, &as_refs(sources))?;
+    for group in sources.chunks(MAX_FILES_AT_ONCE) {
+        let group = as_refs(group);
+        let files: Vec<_> = group.iter().filter_map(|source| HashedFile::of(*source)).collect();
+        let Some(capabilities) = Capabilities::combined(&group) else { return Ok(()) };
+        // Each reader holds one piece, and its connection may hold as much again.
+        let piece = capabilities.request_len.min(memory.window(MAX_PIECE_LEN)).max(1);
+        let (count, next) = (files.len() as u64, AtomicU64::new(0));
+        let rounds = files.iter().map(|file| file.len.div_ceil(piece)).max().unwrap_or(0);
+        let reader_bytes = capabilities.reader_memory.saturating_add(piece);
+        let range = WorkerRange::of(&capabilities, options.readers);
+        let needs = LoadNeeds { readers: range.max, reader_bytes, ..LoadNeeds::default() };
+        let range = range.limited_to(memory.load(&needs)?.readers);
+        workers::run_adapting(range, cancel, |control, _| {
+            let mut buffer = Vec::new();
+            while !control.stopped() && !control.is_retired() {
+                let turn = next.fetch_add(1, Ordering::Relaxed);
+                if count == 0 || turn / count >= rounds {
+                    break;
+                }
+                let Some(HashedFile { source, len, .. }) = files.get(to_usize(turn % count)) else {
+                    continue;
+                };
+                // Pieces end with the file: the first one begins where the hash is.
+                let from_end = len.saturating_sub(turn / count * piece);
+                let at = source.facts().len.unwrap_or(0).saturating_sub(from_end);
+                try_resize(&mut buffer, to_usize(from_end.min(piece)), "a file that is hashed")?;
+                let what = || "bytes that are hashed for its checksum".to_owned();
+                Buffers::from_slice(&mut buffer).with_observer(control, |buffers| {
+                    read_exact_at(*source, at, buffers, &what, control)
+                })?;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
