@@ -11,9 +11,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools_rust import Binding, RustExtension, build_rust
 
 ROOT = Path(__file__).resolve().parent
@@ -178,6 +181,94 @@ def strip_symbols(package: Path) -> None:
         subprocess.run([str(strip), "--strip-unneeded", str(library)], check=True)
 
 
+def linked_packages() -> list[dict[str, Any]]:
+    """Return the packages that are linked into the libraries, as Cargo describes them."""
+    command = ["cargo", "metadata", "--format-version=1", "--locked", "--filter-platform"]
+    command += [f"{platform.machine()}-unknown-linux-gnu", "--manifest-path", "Cargo.toml"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
+    packages = {package["id"]: package for package in found["packages"]}
+    needs = {
+        node["id"]: [
+            needed["pkg"]
+            for needed in node["deps"]
+            if any(kind["kind"] is None for kind in needed["dep_kinds"])
+        ]
+        for node in found["resolve"]["nodes"]
+    }
+    seen: set[str] = set()
+    waiting = list(found["workspace_members"])
+    while waiting:
+        package = waiting.pop()
+        is_macro = any("proc-macro" in one["kind"] for one in packages[package]["targets"])
+        if package not in seen and not is_macro:
+            seen.add(package)
+            waiting += needs[package]
+    linked = [packages[package] for package in seen if packages[package]["source"]]
+    return sorted(linked, key=lambda package: (package["name"], package["version"]))
+
+
+def libsodium(package: dict[str, Any], name: str) -> str:
+    """Return a file of the C library in a package; an empty text if it has none."""
+    if package["name"] != "libsodium-sys-stable":
+        return ""
+    with tarfile.open(Path(package["manifest_path"]).with_name("LATEST.tar.gz")) as archive:
+        file = archive.extractfile(f"libsodium-stable/{name}")
+        return file.read().decode() if file else ""
+
+
+def write_notices() -> None:
+    """Write the licences of everything that is linked, each with the packages that it is for."""
+    by_text: dict[str, list[str]] = {}
+    for package in linked_packages():
+        folder = Path(package["manifest_path"]).parent
+        files = sorted(one for one in folder.rglob("*") if one.is_file())
+        is_notice = re.compile("(?i)(un)?licen[cs]e|copying|copyright|notice").match
+        texts = [
+            one.read_text(errors="replace")
+            for one in files
+            if is_notice(str(one.relative_to(folder)))
+        ]
+        texts += filter(None, [libsodium(package, "LICENSE")])
+        name = f"{package['name']} {package['version']} ({package['license']})"
+        for text in texts or ["The package has no text of its licence."]:
+            by_text.setdefault(text.strip(), []).append(name)
+    parts = ["\n".join([*names, "", text, ""]) for text, names in by_text.items()]
+    head = "Licences of the packages that are linked into tensorizer, libsodium among them\n"
+    (ROOT / "NOTICES").write_text(f"\n{'=' * 80}\n".join([head, *parts]))
+
+
+def inventory() -> dict[str, Any]:
+    """Return the linked packages in the form of CycloneDX 1.6."""
+    rows = [("tensorizer", cargo_version(), "MIT", "pypi")]
+    for package in linked_packages():
+        rows.append((package["name"], package["version"], package["license"], "cargo"))
+        found = re.search(r"AC_INIT\(\[libsodium\],\[(.+?)\]", libsodium(package, "configure.ac"))
+        rows += [("libsodium", found[1], "ISC", "generic")] if found else []
+    product, *components = [
+        {
+            "type": "library",
+            "name": name,
+            "version": version,
+            "purl": f"pkg:{kind}/{name}@{version}",
+            "licenses": [{"expression": licence.replace("/", " OR ")}],
+        }
+        for name, version, licence, kind in rows
+    ]
+    form = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1}
+    return {**form, "metadata": {"component": product}, "components": components}
+
+
+class BdistWheel(bdist_wheel):
+    """Adds the inventory of what is linked to the metadata."""
+
+    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
+        """Write the metadata."""
+        super().egg2dist(egginfo_path, distinfo_path)
+        folder = Path(distinfo_path) / "sboms"
+        folder.mkdir(exist_ok=True)
+        (folder / "tensorizer.cdx.json").write_text(json.dumps(inventory(), indent=1))
+
+
 def cargo_version() -> str:
     """Return the version that Cargo.toml states, and the native module too."""
     found = re.search(r'^version = "(.+)"$', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
@@ -199,13 +290,16 @@ def dependencies() -> list[str]:
         minor = torch_minor(torch)
     oldest, newest = supported_minors()
     ours = f"=={minor}.*" if minor else f">=2.{oldest},<2.{newest + 1}"
-    return [f"torch{ours}", "numpy"]
+    return [f"torch{ours}", "numpy>=1.22,<3"]
 
+
+if shutil.which("cargo"):
+    write_notices()
 
 setup(
     version=version(),
     install_requires=dependencies(),
-    cmdclass={"build_rust": BuildRust},
+    cmdclass={"build_rust": BuildRust, "bdist_wheel": BdistWheel},
     rust_extensions=[
         RustExtension(
             "tensorizer._C",

@@ -1,5 +1,7 @@
 """Compares what is in a wheel and in a source archive with the tree: contents.py WHEEL SDIST."""
 
+import json
+import re
 import sys
 import tarfile
 import zipfile
@@ -22,6 +24,47 @@ wanted |= {f"tensorizer_cli/completions/{shell}" for shell in ("bash", "zsh", "f
 names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
 found = {name for name in names if name.startswith(tuple(f"{path.name}/" for path in PACKAGES))}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"
+
+# What a scanner and a reader of licences look for.
+(info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+
+
+def member(name: str) -> str:
+    """Return a text in the wheel's metadata."""
+    return zipfile.ZipFile(wheel).read(f"{info}/{name}").decode()
+
+
+sbom = json.loads(member("sboms/tensorizer.cdx.json"))
+linked = {one["name"]: one for one in sbom["components"]}
+locked = dict(re.findall(r'name = "(.+)"\nversion = "(.+)"', (ROOT / "Cargo.lock").read_text()))
+assert sbom["specVersion"] == "1.6" and len(linked) > 100, len(linked)
+for name in ("aws-sdk-s3", "hyper", "libsodium-sys-stable", "memmap2", "ring", "rustls"):
+    assert linked[name]["version"] == locked[name] and linked[name]["licenses"], name
+assert re.fullmatch(r"pkg:generic/libsodium@1\.\d+\.\d+", linked["libsodium"]["purl"])
+assert not {"serde_derive", "cxx-build", "tensorizer"} & linked.keys(), "what is not linked"
+notices = member("licenses/NOTICES")
+for text in ("Frank Denis", "Brian Smith", "Apache License", "libsodium-sys-stable", "\nring "):
+    assert text in notices, f"the notices lack {text!r}"
+assert "The MIT License" in member("licenses/LICENSE") or "MIT License" in member(
+    "licenses/LICENSE"
+)
+about = member("METADATA").split("\n\n")[0].splitlines()
+fields = {
+    name: [line for line in about if line.startswith(f"{name}: ")]
+    for name in (
+        "Project-URL",
+        "Requires-Python",
+        "Classifier",
+        "Provides-Extra",
+        "Requires-Dist",
+    )
+}
+assert fields["Project-URL"] and fields["Requires-Python"] == ["Requires-Python: >=3.10"]
+assert {f"Classifier: Programming Language :: Python :: 3.{n}" for n in range(10, 15)} <= {
+    *fields["Classifier"]
+}
+assert sorted(fields["Provides-Extra"]) == ["Provides-Extra: protobuf", "Provides-Extra: redis"]
+assert any(re.match(r"Requires-Dist: torch[=>]=?", line) for line in fields["Requires-Dist"])
 
 unpacked = sum(one.file_size for one in zipfile.ZipFile(wheel).infolist())
 assert unpacked <= 45_000_000, f"{wheel} takes {unpacked:,} bytes: were its libraries stripped?"
