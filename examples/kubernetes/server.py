@@ -4,6 +4,7 @@ python server.py ADDRESS [PORT]
 """
 
 import json
+import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,6 +39,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main(address: str, port: int = 8000) -> None:
+    # Process 1 of a container gets only the signals that it handles. This ends the load, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = Server(("", port), Handler)
     # Probes are answered while the model is loaded.
     threading.Thread(target=server.serve_forever, daemon=True).start()

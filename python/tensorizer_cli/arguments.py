@@ -224,7 +224,7 @@ def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     flag("load", "--verify", "compare tensors with their hashes")
     flag("load", "--mmap", "use a local file in place")
     sharding = "split a safetensors file beyond so many bytes of tensors, as in 5GB"
-    add("cp", "--sha256", "the SHA-256 that the file must have", metavar="HEX")
+    add("verify cp", "--sha256", "the SHA-256 that the file must have", metavar="HEX")
     sums = "a file of sha256sum: the SHA-256 that the file, or each shard, must have, by name"
     add("verify cp", "--sums", sums, metavar="FILE")
     add("cp", "--max-shard-size", sharding, metavar="N")

@@ -1,10 +1,14 @@
 """The Dockerfiles, the workflows and the manifest name what is there, and what they start runs."""
 
+import contextlib
+import http.server
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -153,6 +157,85 @@ def test_the_manifest_starts_what_the_image_has():
         server[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")
     ]
     assert set(probes) == answered == {"/ready", "/live"}
+
+
+def test_the_manifest_is_restricted():
+    """By the Pod Security Standard of that name."""
+    [deployment] = yaml.safe_load_all((EXAMPLE / "server.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    security = pod["securityContext"]
+    assert security["runAsNonRoot"] and security["runAsUser"] > 0
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in pod["initContainers"] + pod["containers"]:
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
+        assert not {"runAsUser", "runAsNonRoot", "privileged", "seccompProfile"} & own.keys()
+        assert all("hostPort" not in port for port in container.get("ports", []))
+    allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+    for volume in pod["volumes"]:
+        assert volume.keys() - {"name"} <= allowed | {"projected", "secret"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+
+
+@pytest.mark.parametrize("state", ["loaded", "loading"])
+def test_the_server_ends_by_a_signal_as_process_1(state, data_server):
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], check=False).returncode:
+        pytest.skip("only root can make a namespace of processes")
+    url, hold, asked = data_server
+    if state == "loaded":
+        hold.set()
+    port = free_port()
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, EXAMPLE / "server.py"]
+    outer = subprocess.Popen([*command, url, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        assert asked.wait(60)
+        while state == "loaded":
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready")
+                break
+            time.sleep(0.1)
+        (inner,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        assert re.search(r"NSpid:.*\t1\n", Path(f"/proc/{inner}/status").read_text())
+        os.kill(int(inner), signal.SIGTERM)
+        assert outer.wait(20) == 0
+    finally:
+        outer.kill()
+        outer.wait()
+
+
+@pytest.fixture
+def data_server(tmp_path):
+    """Serve a model whose tensors come when an event is set."""
+    path = tmp_path / "m.safetensors"
+    tensorizer.save({"a": torch.ones(1_000_000)}, path)
+    data, hold, asked = path.read_bytes(), threading.Event(), threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            begin, end = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups()
+            part = data[int(begin) : int(end) + 1]
+            self.send_response(206)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", str(len(part)))
+            self.send_header(
+                "Content-Range", f"bytes {begin}-{int(begin) + len(part) - 1}/{len(data)}"
+            )
+            self.end_headers()
+            self.wfile.write(part[:1000])
+            asked.set()
+            hold.wait()
+            with contextlib.suppress(OSError):
+                self.wfile.write(part[1000:])
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/m.safetensors", hold, asked
+    hold.set()
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture
