@@ -60,6 +60,8 @@ pub struct DeviceLayout {
 pub struct DeviceLoad<'f> {
     selection: Selection<'f>,
     layout: DeviceLayout,
+    /// False for existing memory of the caller.
+    is_new: bool,
 }
 
 impl<'f> DeviceLoad<'f> {
@@ -89,7 +91,7 @@ impl<'f> DeviceLoad<'f> {
         if device_of.is_empty() {
             MemoryLayout { blocks: layout.blocks, locations: layout.locations, .. } =
                 plan(&tensors)?;
-            return Ok(DeviceLoad { selection, layout });
+            return Ok(DeviceLoad { selection, layout, is_new: true });
         }
         layout.device_of_tensor = selection.to_file_order(device_of.to_vec());
         layout.locations = vec![BlockLocation::default(); tensors.len()];
@@ -108,7 +110,7 @@ impl<'f> DeviceLoad<'f> {
             layout.device_of_block.extend(planned.blocks.iter().map(|_| device));
             layout.blocks.extend(planned.blocks);
         }
-        Ok(DeviceLoad { selection, layout })
+        Ok(DeviceLoad { selection, layout, is_new: true })
     }
 
     /// Plans a load of tensors into existing memory: a block each, in the order of their numbers.
@@ -131,7 +133,7 @@ impl<'f> DeviceLoad<'f> {
         let device_of_tensor = selection.to_file_order(device_of.clone());
         let device_of_block = device_of;
         let layout = DeviceLayout { blocks, locations, device_of_block, device_of_tensor };
-        Ok(DeviceLoad { selection, layout })
+        Ok(DeviceLoad { selection, layout, is_new: false })
     }
 
     /// Returns the index of each block's device; empty if there is one device.
@@ -163,7 +165,8 @@ impl<'f> DeviceLoad<'f> {
     ) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
         let selection = &self.selection;
         selection.check()?;
-        let verify = selection.file.compare_files(Some(selection), options, cancel)?;
+        let during = self.is_new.then_some(selection);
+        let verify = selection.file.compare_files(during, options, cancel)?;
         let options = &LoadOptions { verify, ..*options };
         selection.file.with_intact_copies(|| {
             let open = |one: &DestinationDevice<'_>| Streams::open(one.device, one.consumer);

@@ -99,7 +99,8 @@ pub fn load_into_uninit(
             )));
         }
     }
-    let verify = file.compare_files(Some(&selection), options, cancel)?;
+    // Before memory of the caller is written.
+    let verify = file.compare_files(None, options, cancel)?;
     let options = &LoadOptions { map: false, verify, ..*options };
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.is_meta() {
@@ -110,15 +111,13 @@ pub fn load_into_uninit(
         if file.decryption().is_none() {
             let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(bytes));
             let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
-            let headers = read_to_host(&selection, to, options, counters, cancel)?;
-            return file.agree(cancel).map(|()| headers);
+            return read_to_host(&selection, to, options, counters, cancel);
         }
         let mut bytes: Vec<&mut [u8]> =
             destinations.iter_mut().map(|bytes| zero_fill(bytes)).collect();
         let lent = bytes.iter_mut().map(|bytes| SliceRemainder::new(as_uninit(bytes)));
         let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
         let loaded = read_to_host(&selection, to, options, counters, cancel);
-        let loaded = loaded.and_then(|headers| file.agree(cancel).map(|()| headers));
         if loaded.is_err() {
             // Data that could not be authenticated are wiped.
             bytes.into_iter().for_each(|bytes| bytes.fill(0));

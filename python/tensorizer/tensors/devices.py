@@ -40,14 +40,22 @@ def stats(since: None = None) -> dict[str, Any] | _OrNone: ...
 def stats(since: int) -> list[dict[str, Any]]: ...
 
 
-def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | _OrNone:
+@overload
+def stats(*, running: bool) -> list[dict[str, Any]]: ...
+
+
+def stats(
+    since: int | None = None, *, running: bool = False
+) -> dict[str, Any] | list[dict[str, Any]] | _OrNone:
     """Return statistics of the last load or save of this process; None before the first.
 
     Args:
         since: Return a list of the statistics of every call after this number, in order; 0 for all.
-            The last 256 calls are kept. To poll, pass the last number that you have seen; a gap in
-            the numbers means that calls were missed. A call is one pass over a file: an eager load
-            or a save is one call, and lazy access is one call per tensor.
+            The last 256 calls are kept; lazy reads of single tensors are removed before others. To
+            poll, pass the last number that you have seen; a gap in the numbers means that calls
+            were missed. A call is one pass over a file: an eager load or a save is one call, and
+            lazy access is one call per tensor. Calls that have failed are among them.
+        running: Return a list of the calls that are under way, on any thread.
 
     Returns:
         A dict: ``call`` (its number, from 1 on), ``ended`` (seconds since 1970), ``what`` ("load"
@@ -58,11 +66,21 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | _
         ``read``, ``decrypt``, ``hash``, ``copy`` and ``write``), ``reading`` (the way in which a
         local file was read: the page cache, direct reads; empty for others), ``in_flight`` and
         ``most_in_flight`` (bytes of direct reads by io_uring under way: the average, and the most
-        possible), ``fallbacks`` (slower paths that were used, and the reasons) and ``pinned_bytes``
-        (staging memory that the process keeps).
+        possible), ``fallbacks`` (slower paths that were used, and the reasons), ``pinned_bytes``
+        (staging memory that the process keeps), ``requests`` (to servers, with those that opened
+        the file), ``retries`` (requests that repeat a failed one), ``network_bytes``,
+        ``cache_bytes`` and ``disk_bytes`` (bytes that came from servers or went there, from copies
+        of servers' files, and from other local files) and ``error`` (the message of a call that has
+        failed, or None).
+
+        A call that is under way: ``function``, ``begun`` and ``since`` (seconds since 1970),
+        ``uri``, ``waits_for`` (what it has waited for since then, and its last failed request),
+        ``requests``, ``retries`` and ``network_bytes``.
 
     """
     check_number("since", since, least=0, wanted="at least 0")
+    if running:
+        return _native.running()
     return _native.stats() if since is None else _native.stats_since(since)
 
 

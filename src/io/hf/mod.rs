@@ -62,7 +62,7 @@ impl Repo {
             Some(wanted.revision.clone())
         } else if self.offline || self.cache_offline() {
             if !self.offline {
-                self.note_copy("TENSORIZER_CACHE_OFFLINE is set");
+                self.note_copy(wanted, "TENSORIZER_CACHE_OFFLINE is set");
             }
             Some(self.copied_commit(wanted).ok_or_else(|| self.not_cached(wanted))?)
         } else {
@@ -130,7 +130,7 @@ impl Repo {
                 );
                 *self.fallback.lock() = refuses_token.then_some(why);
                 if self.local.file(copy).is_none() {
-                    self.note_copy(&error.to_string());
+                    self.note_copy(copy, &error.to_string());
                 }
                 Ok(ControlFlow::Break(copy.clone()))
             }
@@ -139,9 +139,10 @@ impl Repo {
     }
 
     /// Notes that a copy in our cache is used, and the reason.
-    fn note_copy(&self, why: &str) {
+    fn note_copy(&self, file: &HubAddress, why: &str) {
+        let file = file.display_address();
         *self.fallback.lock() =
-            Some(format!("{OLDER_COPY} is used, which may not be current: {why}"));
+            Some(format!("{OLDER_COPY} of `{file}` is used, which may not be current: {why}"));
     }
 
     fn cache_offline(&self) -> bool {

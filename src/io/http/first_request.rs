@@ -73,8 +73,9 @@ pub fn find_head(
     let of_copy = |copy: &CacheEntry, why: Option<String>| {
         let (uri, tag) = (display_address.to_owned(), Some(copy.version.tag.clone()));
         let head = CachedHead { uri, len: copy.version.len, tag, ..CachedHead::default() };
-        let fallback =
-            why.map(|why| format!("{OLDER_COPY} is used, which may not be current: {why}"));
+        let fallback = why.map(|why| {
+            format!("{OLDER_COPY} of `{display_address}` is used, which may not be current: {why}")
+        });
         Ok(Head { fallback, ..Head::cached(&head)? })
     };
     let cache = options.cache.as_ref();

@@ -23,6 +23,8 @@ use super::{Client, CredentialClient, Failure, TransportOptions, UploadBody};
 
 /// The header with the token of temporary credentials.
 const TOKEN: &str = "x-amz-security-token";
+/// The header with the names of the SDK and of the program.
+const SDK_NAME: &str = "x-amz-user-agent";
 
 /// Sends the SDK's requests. Errors carry a [`Failure`].
 #[derive(Debug, Clone)]
@@ -45,9 +47,11 @@ impl SdkClient {
         let counted = Arc::clone(&self.sent);
         let mut request =
             Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
-        let agent = request.headers().get(USER_AGENT).and_then(|agent| agent.to_str().ok());
-        let agent = HeaderValue::from_str(&format!("{OUR_NAME} {}", agent.unwrap_or("")));
-        request.headers_mut().extend(agent.map(|agent| (USER_AGENT, agent)));
+        // The SDK has the name of the program in its own field only.
+        let sdk = request.headers().get(SDK_NAME).and_then(|name| name.to_str().ok()).unwrap_or("");
+        if let Ok(name) = HeaderValue::from_str(&format!("{OUR_NAME} {sdk}")) {
+            request.headers_mut().insert(USER_AGENT, name);
+        }
         request.headers_mut().extend(header_map(&self.headers)?);
         let token = request.headers().get(TOKEN).and_then(|token| token.to_str().ok());
         let secrets = secrets(&request, token.into_iter());

@@ -34,7 +34,7 @@ mod upload_body;
 
 #[cfg(feature = "http")]
 pub(crate) use self::{
-    client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW, OUR_NAME},
+    client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW},
     redirects::{RequestTarget, follow, header_map, secrets},
     refusal::{ErrorDocument, is_transient, refusal, request_ids, status_failure},
     send::{read_beginning, read_chunk, read_document},

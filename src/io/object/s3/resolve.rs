@@ -249,7 +249,7 @@ fn variable(name: &TextVariable) -> Option<String> {
 }
 
 /// The name of the program that AWS's clients send with their own.
-pub fn app_name() -> Option<AppName> {
+fn app_name() -> Option<AppName> {
     AppName::new(read_guarded(|| std::env::var("AWS_SDK_UA_APP_ID")).ok()?).ok()
 }
 

@@ -14,9 +14,9 @@ use reqwest::Url;
 
 use super::address::S3Address;
 use super::refusal::cause;
-use super::resolve::{S3Bucket, app_name};
+use super::resolve::S3Bucket;
 use crate::io::transport::{
-    CredentialClient, Failure, OUR_NAME, RequestTarget, TransportOptions, sdk_client,
+    CredentialClient, Failure, RequestTarget, TransportOptions, sdk_client,
 };
 use crate::sys::clock;
 
@@ -54,10 +54,7 @@ impl S3Bucket {
         };
         let url = Url::parse(url)
             .map_err(|e| Failure::permanent(ErrorKind::InvalidInput, e.to_string()))?;
-        let agent = app_name()
-            .map(|app| ("user-agent".to_owned(), format!("{OUR_NAME} app/{}", app.as_ref())));
-        let of_caller = headers.iter().chain(of_signature).cloned();
-        let headers = agent.into_iter().chain(of_caller).collect();
+        let headers = headers.iter().chain(of_signature).cloned().collect();
         let now = clock::date();
         let until = now.checked_add(USED_FOR).unwrap_or(now);
         let of_credentials = self.credentials.as_ref().and_then(|keys| keys.used_until());

@@ -1,0 +1,543 @@
+"""Calls that are ended from outside, and what their operator sees of them."""
+
+import contextlib
+import itertools
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+import tensorizer
+import torch
+from conftest import ROOT, assert_same, run_python, start_python
+from scripted import FaultServer, Scripted, silent
+from servers import free_port
+from tensorizer import ClosedError, TensorDeserializer, TensorSerializer
+from tensorizer.stream_io import open_stream
+
+MB = 1 << 20
+TENSORS = {f"t{n}": torch.full((MB // 4,), float(n)) for n in range(8)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("calls") / "f.tensors"
+    tensorizer.save(TENSORS, path)
+    return path.read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def settings(no_settings_of_the_machine, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "60")
+
+
+def stalls(number, start, end):
+    """Let the file be opened, and send only a part of what follows."""
+    return None if number == 0 else ("stall", 100_000)
+
+
+@contextlib.contextmanager
+def ended_within(seconds, *errors, match=""):
+    begun = time.monotonic()
+    with pytest.raises(errors, match=match):
+        yield
+    assert time.monotonic() - begun < seconds
+
+
+# timeout=
+
+READS = {
+    "load": lambda url: tensorizer.load(url, "cpu", timeout=0.3),
+    "iterate": lambda url: list(tensorizer.iterate(url, "cpu", timeout=0.3)),
+    "TensorDeserializer": lambda url: TensorDeserializer(url, "cpu", timeout=0.3),
+    "lazy": lambda url: TensorDeserializer(url, "cpu", lazy_load=True, timeout=0.3)["t7"],
+    "stream": lambda url: open_stream(url, timeout=0.3).read(),
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_a_read_ends_by_its_time_limit(data, way):
+    with FaultServer(data, stalls) as server, ended_within(10, TimeoutError) as raised:
+        READS[way](server.url)
+    del raised
+
+
+@pytest.mark.parametrize("way", ["info", "load", "stream"])
+def test_an_opening_ends_by_its_time_limit(way):
+    calls = {**READS, "info": lambda url: tensorizer.info(url, timeout=0.3)}
+    with silent() as host:
+        url = f"http://{host}/f.tensors"
+        with ended_within(10, TimeoutError, match=rf"timeout=0.3 s passed while opening `{url}`"):
+            calls[way](url)
+
+
+def test_a_time_limit_says_what_was_waited_for(data):
+    def fails(number, start, end):
+        return None if number == 0 else ("status", 503, {"x-request-id": "id-7"})
+
+    with FaultServer(data, fails) as server, pytest.raises(TimeoutError) as raised:
+        tensorizer.load(f"{server.url}?token=hu5hw0rd", "cpu", timeout=0.5)
+    said = str(raised.value)
+    assert said.startswith(f"load: timeout=0.5 s passed while loading `{server.url}?...`")
+    assert "the last failure was: the server answered 503" in said and "id-7" in said
+    assert "hu5hw0rd" not in said
+
+
+def test_a_save_ends_by_its_time_limit_and_leaves_the_old_file(tmp_path, moto_keys, nothing_taken):
+    """The server takes no byte of an upload, and a named pipe is read by nobody."""
+    saves = {
+        "save": lambda: tensorizer.save(TENSORS, nothing_taken, timeout=0.3),
+        "save_async": lambda: tensorizer.save_async(TENSORS, nothing_taken, timeout=0.3).result(),
+    }
+    for save in saves.values():
+        with ended_within(20, TimeoutError, match="timeout=0.3 s passed while saving"):
+            save()
+    writer = TensorSerializer(nothing_taken, timeout=0.3)
+    with ended_within(20, TimeoutError):
+        writer.write_state_dict(TENSORS)
+        writer.close()
+
+
+@pytest.fixture
+def moto_keys(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hu5hw0rd")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+
+@pytest.fixture
+def nothing_taken(monkeypatch):
+    with silent() as host:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}")
+        yield "s3://bucket/f.tensors"
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_time_limit_is_positive(timeout):
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+        tensorizer.load("f", "cpu", timeout=timeout)
+
+
+def test_time_limits_that_do_not_pass_change_nothing(data):
+    for timeout in (60, 1e300, float("inf")):
+        with FaultServer(data) as server:
+            loaded = tensorizer.load(server.url, "cpu", timeout=timeout)
+        assert_same(loaded["t3"], TENSORS["t3"])
+    assert tensorizer.stats(running=True) == []
+
+
+# close() from another thread
+
+
+def in_thread(work):
+    """Run some work on a thread; return the thread, and the list that gets its error."""
+    errors = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("way", ["items", "module", "stream", "iterate"])
+def test_close_ends_what_another_thread_does(data, way):
+    with FaultServer(data, stalls) as server:
+        if way == "stream":
+            opened = open_stream(server.url)
+            work = opened.read
+        elif way == "iterate":
+            opened = tensorizer.iterate(server.url, "cpu")
+            work = lambda: list(opened)  # noqa: E731
+        else:
+            opened = TensorDeserializer(server.url, "cpu", lazy_load=True)
+            work = (lambda: list(opened.items())) if way == "items" else opened.tree
+        thread, errors = in_thread(work)
+        while len(server.requests) < 2:
+            time.sleep(0.01)
+        begun = time.monotonic()
+        opened.close()
+        thread.join(20)
+        assert time.monotonic() - begun < 10
+        assert [type(error) for error in errors] == [ClosedError]
+
+
+# The end of the program
+
+POOL = """
+import asyncio, concurrent.futures, signal, sys, threading, time, tensorizer
+url, way, leaves = sys.argv[1:]
+def load():
+    tensorizer.load(url, "cpu")
+def end(*_):
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+async def main():
+    task = asyncio.current_task()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    print("go", flush=True)
+    await asyncio.to_thread(load)
+if way == "thread":
+    threading.Thread(target=load).start()
+    print("go", flush=True)
+    time.sleep(60)
+elif way == "pool":
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(load)
+        print("go", flush=True)
+        time.sleep(60)
+else:
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["thread", "pool", "asyncio"])
+def test_the_end_of_the_program_ends_loads(data, way):
+    with FaultServer(data, stalls) as server:
+        child = start_python(POOL, server.url, way, "-", stdout=subprocess.PIPE)
+        assert child.stdout.readline().strip() in ("go", b"go")
+        while len(server.requests) < 2:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+
+
+WAITS = """
+import concurrent.futures, sys, tensorizer
+with concurrent.futures.ThreadPoolExecutor() as pool:
+    loads = [pool.submit(tensorizer.load, sys.argv[1], "cpu") for _ in range(2)]
+print(sum(len(one.result()) for one in loads))
+try:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        load = pool.submit(tensorizer.load, sys.argv[1], "cpu")
+        raise LookupError
+except LookupError:
+    print(len(load.result()))
+"""
+
+
+def test_a_pool_whose_results_are_wanted_is_waited_for(data):
+    """Its block is left while the loads run: normally, and by an ordinary exception."""
+
+    def slow(number, start, end):
+        time.sleep(0.5)
+
+    with FaultServer(data, slow) as server:
+        assert run_python(WAITS, server.url).stdout.split() == ["16", "8"]
+
+
+def test_a_save_goes_on_to_its_end(tmp_path):
+    code = """
+import sys, threading, torch, tensorizer
+def save():
+    for n in range(40):
+        tensorizer.save({"a": torch.ones(2_000_000)}, sys.argv[1])
+threading.Thread(target=save).start()
+"""
+    run_python(code, tmp_path / "f.tensors")
+    assert list(tensorizer.load(tmp_path / "f.tensors", "cpu")) == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["f.tensors"]
+
+
+# progress=
+
+
+def test_progress_is_called_while_a_load_waits_and_while_bytes_arrive(data):
+    calls = []
+
+    class Slow(Scripted):
+        def answer(self, handler):
+            start, end = map(int, re.findall(r"\d+", handler.headers["Range"]))
+            body = data[start : end + 1]
+            handler.send_response(206)
+            handler.send_header("ETag", '"1"')
+            handler.send_header("Content-Length", str(len(body)))
+            handler.send_header(
+                "Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(data)}"
+            )
+            handler.end_headers()
+            time.sleep(2.5)
+            for at in range(0, len(body), MB):
+                handler.wfile.write(body[at : at + MB])
+                time.sleep(0.3)
+
+    with Slow() as server:
+        url, begun = f"http://127.0.0.1:{server.port}/f", time.monotonic()
+        tensorizer.load(
+            url, "cpu", num_readers=1, progress=lambda *of: calls.append((time.monotonic(), *of))
+        )
+    times = [begun, *(at for at, _, _ in calls)]
+    # Once a second; the machine may be busy.
+    assert max(later - sooner for sooner, later in itertools.pairwise(times)) < 2.4
+    waiting = [(done, total) for at, done, total in calls if at - begun < 2.4]
+    assert waiting and set(waiting) == {(0, 0)}, "the file is not open yet"
+    arriving = {done for _, done, _ in calls}
+    assert len(arriving) >= 4 and max(arriving) == 8 * MB
+
+
+def test_an_exception_from_progress_ends_a_call_that_waits():
+    class Enough(Exception):
+        pass
+
+    def progress(done, total):
+        raise Enough
+
+    with silent() as host, ended_within(10, Enough):
+        tensorizer.load(f"http://{host}/f.tensors", "cpu", progress=progress)
+
+
+# What is seen
+
+
+def test_a_repeated_request_is_a_warning_with_fields(data, caplog):
+    def flaky(number, start, end):
+        return ("status", 503) if 1 <= number <= 3 else None
+
+    seen = tensorizer.stats()
+    with FaultServer(data, flaky) as server:
+        tensorizer.load(f"{server.url}?token=hu5hw0rd", "cpu", num_readers=1)
+        (report,) = tensorizer.stats(since=seen["call"] if seen else 0)[-1:]
+    warned = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert warned and len(warned) <= 2, "at most one a second"
+    (first,) = warned[:1]
+    assert first.name == "tensorizer" and "hu5hw0rd" not in first.getMessage()
+    assert first.uri == f"{server.url}?..." and first.error.startswith("the server answered 503")
+    assert (first.attempt, first.limit, first.byte) == (2, "those in 300 s", MB)
+    assert f"repeated at byte {MB}, try 2 of " in first.getMessage()
+    assert (report["requests"], report["retries"]) == (5, 3)
+    assert report["network_bytes"] >= len(data) - 1000
+
+
+def test_a_failed_call_has_an_entry(tmp_path):
+    before = tensorizer.stats(since=0)[-1:]
+    for call in (
+        lambda: tensorizer.load(tmp_path / "missing", "cpu"),
+        lambda: tensorizer.save(TENSORS, "/proc/no-folder"),
+    ):
+        with pytest.raises(OSError):
+            call()
+    found = tensorizer.stats(since=before[0]["call"] if before else 0)
+    assert [one["what"] for one in found] == ["load", "save"]
+    assert all(one["error"] for one in found)
+    last = tensorizer.stats()
+    assert last is None or last["error"] is None, "it is the last that has succeeded"
+
+
+def test_where_the_bytes_came_from(data, tmp_path):
+    (tmp_path / "f.tensors").write_bytes(data)
+    tensorizer.load(tmp_path / "f.tensors", "cpu")
+    of_disk = tensorizer.stats()
+    with FaultServer(data) as server:
+        tensorizer.load(server.url, "cpu", cache_dir=tmp_path / "cache")
+        cold = tensorizer.stats()
+        server.etag = '"one"'
+        tensorizer.load(server.url, "cpu", cache_dir=tmp_path / "cache")
+        warm = tensorizer.stats()
+    names = ("network_bytes", "cache_bytes", "disk_bytes")
+    kinds = [[report[name] >= 7 * MB for name in names] for report in (cold, warm, of_disk)]
+    assert kinds == [[True, False, False], [False, True, False], [False, False, True]]
+    assert (cold["cache_bytes"], of_disk["network_bytes"], of_disk["requests"]) == (0, 0, 0)
+
+
+def test_calls_under_way_say_what_they_wait_for(data):
+    with FaultServer(data, stalls) as server:
+        begun = time.time()
+        file = TensorDeserializer(server.url, "cpu", lazy_load=True)
+        thread, _ = in_thread(lambda: list(file.items()))
+        while len(server.requests) < 2:
+            time.sleep(0.01)
+        (found,) = tensorizer.stats(running=True)
+        assert found["uri"] == server.url and found["waits_for"] == f"loading `{server.url}`"
+        assert begun - 1 <= found["begun"] <= found["since"] <= time.time()
+        assert found["requests"] >= 1 and found["retries"] == 0
+        file.close()
+        thread.join(20)
+    assert tensorizer.stats(running=True) == []
+
+
+def test_lazy_reads_are_for_debugging_and_do_not_flush_loads(data, tmp_path, caplog):
+    (tmp_path / "f.tensors").write_bytes(data)
+    tensorizer.load(tmp_path / "f.tensors", "cpu")
+    call = tensorizer.stats()["call"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "tensorizer"):
+        for _ in range(60):
+            with TensorDeserializer(tmp_path / "f.tensors", "cpu", lazy_load=True) as file:
+                for name in TENSORS:
+                    file[name]
+    assert not caplog.records
+    assert tensorizer.stats(since=call - 1)[0]["call"] == call, "it is still there"
+    with caplog.at_level(logging.DEBUG, "tensorizer"):
+        with TensorDeserializer(tmp_path / "f.tensors", "cpu", lazy_load=True) as file:
+            file["t1"]
+        tensorizer.load(tmp_path / "f.tensors", "cpu")
+    assert [one.levelname for one in caplog.records] == ["DEBUG", "INFO"]
+    assert (caplog.records[1].tensors, caplog.records[1].bytes) == (8, 8 * MB)
+
+
+def test_errors_end_with_the_ids_of_the_request(data):
+    ids = {"x-amz-request-id": "A1", "x-amz-id-2": "A2", "cf-ray": "C3", "x-request-id": "X4"}
+    with FaultServer(data, lambda *_: ("status", 403, ids)) as server:
+        with pytest.raises(PermissionError) as raised:
+            tensorizer.load(server.url, "cpu")
+    assert "(x-amz-request-id: A1, x-amz-id-2: A2, x-request-id: X4, cf-ray: C3)" in str(
+        raised.value
+    )
+
+
+def test_headers_and_the_name_of_the_product_reach_every_request(data, moto_keys, monkeypatch):
+    seen = []
+
+    class Seen(Scripted):
+        def answer(self, handler):
+            seen.append(dict(handler.headers))
+            handler.send_response(403)
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+
+    monkeypatch.setenv("AWS_SDK_UA_APP_ID", "my-server")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "acc")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5a2V5a2V5a2V5")
+    headers = {"X-Trace": "trace-1"}
+    with Seen() as server:
+        url = f"http://127.0.0.1:{server.port}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{url}/acc")
+        for call in (
+            lambda: tensorizer.load(f"{url}/f.tensors", "cpu", headers=headers),
+            lambda: tensorizer.load("s3://bucket/f.tensors", "cpu", headers=headers),
+            lambda: tensorizer.save(TENSORS, "s3://bucket/f.tensors", headers=headers),
+            lambda: tensorizer.save(TENSORS, "az://container/f.tensors", headers=headers),
+            lambda: open_stream("s3://bucket/f", headers=headers),
+        ):
+            seen.clear()
+            with pytest.raises(OSError):
+                call()
+            assert seen
+            for fields in seen:
+                named = {name.lower(): value for name, value in fields.items()}
+                assert named["x-trace"] == "trace-1", named
+                assert named["user-agent"].startswith(f"tensorizer/{tensorizer.__version__}")
+                is_s3 = "AWS4" in named.get("authorization", "")
+                assert is_s3 == ("app/my-server" in named.get("x-amz-user-agent", "")), named
+
+
+def test_the_exporter_for_prometheus(data, tmp_path):
+    (tmp_path / "f.tensors").write_bytes(data)
+    port = free_port()
+    command = [sys.executable, ROOT / "examples/metrics.py", str(port), tmp_path / "f.tensors"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+                if "calls" in text:
+                    break
+            time.sleep(0.1)
+        server.communicate(b"\n")
+    found = dict(re.fullmatch(r"(\w+) ([\d.e+-]+)", line).groups() for line in text.splitlines())
+    assert found["tensorizer_calls_total"] == "1" and found["tensorizer_errors_total"] == "0"
+    assert found["tensorizer_bytes_total"] == str(8 * MB)
+    assert found["tensorizer_running"] == "0"
+
+
+# Riding out
+
+
+def test_a_connection_that_is_refused_at_first_is_repeated(data):
+    with FaultServer(data) as source:
+        del source
+        port = free_port()
+    late = []
+
+    def serve():
+        time.sleep(1)
+        late.append(socket.create_server(("127.0.0.1", port)))
+        connection, _ = late[0].accept()
+        connection.recv(10_000)
+        body = b"not found"
+        connection.sendall(b"HTTP/1.1 404 no\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        connection.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(FileNotFoundError):
+        tensorizer.load(f"http://127.0.0.1:{port}/f.tensors", "cpu")
+    thread.join()
+    late[0].close()
+    begun = time.monotonic()
+    with pytest.raises(ConnectionError, match="refused"):
+        tensorizer.load(f"http://127.0.0.1:{port}/f.tensors", "cpu")
+    assert 2.5 < time.monotonic() - begun < 15
+
+
+@pytest.mark.parametrize("how", ["argument", "variable"])
+def test_bytes_per_second_are_limited_over_all_connections(nginx, data, how, tmp_path):
+    (nginx.root / "paced.tensors").write_bytes(data)
+    url, rate = f"{nginx.http}/paced.tensors", 5_000_000
+    code = """
+import sys, time, tensorizer
+rate = int(sys.argv[2])
+begun = time.monotonic()
+tensorizer.load(sys.argv[1], "cpu", num_readers=4, max_bytes_per_second=rate or None)
+print(time.monotonic() - begun)
+"""
+    given = (url, rate) if how == "argument" else (url, 0)
+    env = {"TENSORIZER_MAX_BYTES_PER_SECOND": str(rate)} if how == "variable" else {}
+    seconds = float(run_python(code, *given, env=env).stdout)
+    # At least; how much longer is up to the machine.
+    assert seconds > len(data) / rate - 0.5
+
+
+def test_sixty_four_connections_need_few_descriptors(nginx, data):
+    (nginx.root / "many.tensors").write_bytes(data)
+    code = """
+import os, sys, threading, tensorizer
+most, running = [0], [True]
+def count():
+    while running[0]:
+        most[0] = max(most[0], len(os.listdir("/proc/self/fd")))
+before = len(os.listdir("/proc/self/fd"))
+thread = threading.Thread(target=count)
+thread.start()
+for _ in range(5):
+    tensorizer.load(sys.argv[1], "cpu", num_readers=64)
+running[0] = False
+thread.join()
+print(most[0] - before)
+"""
+    # A socket each, and four for each of eight event loops, or for each core.
+    assert int(run_python(code, f"{nginx.http}/many.tensors").stdout) < 64 + 4 * 16 + 10
+
+
+def test_too_many_open_files_name_the_limit(data, tmp_path):
+    (tmp_path / "f.tensors").write_bytes(data)
+    code = """
+import os, resource, sys, tensorizer
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True: held.append(os.open("/", os.O_RDONLY))
+except OSError:
+    pass
+for file in sys.argv[1:]:
+    try:
+        tensorizer.load(file, "cpu", timeout=20)
+    except OSError as error:
+        print("ulimit -n" in str(error))
+"""
+    with FaultServer(data) as server:
+        done = run_python(code, tmp_path / "f.tensors", server.url)
+    assert done.stdout.split() == ["True", "True"], done.stderr
