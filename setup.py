@@ -258,7 +258,7 @@ def inventory() -> dict[str, Any]:
     return {**form, "metadata": {"component": product}, "components": components}
 
 
-class BdistWheel(bdist_wheel):
+class BdistWheel(bdist_wheel):  # type: ignore[misc]  # it has no types
     """Adds the inventory of what is linked to the metadata."""
 
     def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:

@@ -140,6 +140,11 @@ impl Counters {
         self.arrived.fetch_add(bytes, Ordering::Relaxed);
     }
 
+    /// The requests of the call.
+    pub fn traffic(&self) -> &Traffic {
+        &self.traffic
+    }
+
     /// Bytes that have arrived, or tensor data that were counted, if these are more.
     pub fn arrived(&self) -> u64 {
         self.arrived.load(Ordering::Relaxed).max(self.moved())

@@ -37,7 +37,7 @@ struct Pace {
 const BURST: Duration = Duration::from_millis(100);
 
 /// The counters at one time.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub struct TrafficCount {
     /// Requests to servers, repeated ones included.
     pub requests: u64,

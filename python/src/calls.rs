@@ -14,54 +14,42 @@ use tensorizer::stats::Counters;
 use tensorizer::traffic::{self, Traffic};
 
 use crate::errors::Outcome;
-use crate::reports::since_1970;
+use crate::reports::{set_fields, since_1970};
 use crate::{gil, logs};
 
 /// The interval at which a thread checks for signals: a check takes the GIL, which other threads
 /// may hold for long.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// The work of a part of a call that writes.
-pub const SAVING: &str = "saving";
 /// The interval at which progress is reported while nothing arrives.
 pub const HEARTBEAT: Duration = Duration::from_secs(1);
-
-/// The time limit of a call.
-#[derive(Debug, Clone, Copy)]
-struct TimeLimit {
-    end: Instant,
-    seconds: f64,
-}
+/// The work of a part of a call that writes.
+pub const SAVING: &str = "saving";
 
 /// A call that is under way.
 struct Running {
     /// The name of the function.
     function: String,
+    saves: bool,
     begun: SystemTime,
-    waiting: ForkSafeMutex<Waiting>,
-    traffic: Arc<Traffic>,
+    /// The work that it waits for, its file, and the time since when.
+    waiting: ForkSafeMutex<(String, String, SystemTime)>,
+    counters: Counters,
     /// Reports progress to the caller.
     heartbeat: ForkSafeMutex<Option<Py<PyAny>>>,
 }
 
-/// The work that a call waits for.
-struct Waiting {
-    what: &'static str,
-    uri: String,
-    since: SystemTime,
-}
-
 impl Running {
     fn describe(&self) -> String {
-        let waiting = self.waiting.lock();
-        let uri =
-            if waiting.uri.is_empty() { String::new() } else { format!(" `{}`", waiting.uri) };
-        let failure = self.traffic.last_failure();
+        let failure = self.counters.traffic().last_failure();
         let failure = failure.map_or(String::new(), |it| format!("; the last failure was: {it}"));
-        format!("{}{uri}{failure}", waiting.what)
+        self.waiting.lock().0.clone() + &failure
     }
 }
 
 static RUNNING: ForkSafeMutex<Vec<Arc<Running>>> = ForkSafeMutex::new(Vec::new());
+
+/// The end of a time limit, and its seconds.
+type TimeLimit = (Instant, f64);
 
 thread_local! {
     static CURRENT: RefCell<Option<Arc<Running>>> = const { RefCell::new(None) };
@@ -70,11 +58,22 @@ thread_local! {
     static LAST_HEARTBEAT: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
+/// True once this interval has passed since the last time.
+fn is_due(last: Option<Instant>, interval: Duration) -> bool {
+    last.is_none_or(|last| last.elapsed() >= interval)
+}
+
+fn time_limit(seconds: f64) -> TimeLimit {
+    let time = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+    // A limit of centuries is none.
+    let far = || Instant::now() + Duration::from_secs(u32::MAX.into());
+    (Instant::now().checked_add(time).unwrap_or_else(far), seconds)
+}
+
 /// This thread is in a call until this is dropped, on the same thread.
 pub struct Entered {
-    /// The call and its counters, unless it is a part of another call.
-    outermost: Option<(Arc<Running>, Counters)>,
-    saves: bool,
+    /// The call, unless this is a part of another call.
+    outermost: Option<Arc<Running>>,
     outer_limit: Option<TimeLimit>,
     outer_traffic: Option<Arc<Traffic>>,
 }
@@ -88,49 +87,47 @@ fn enter(
     traffic: Option<&Arc<Traffic>>,
 ) -> Entered {
     let outer_limit = LIMIT.get();
-    let earlier = |limit: TimeLimit| match outer_limit {
-        Some(outer) if outer.end < limit.end => outer,
-        _ => limit,
-    };
-    LIMIT.set(limit.map(earlier).or(outer_limit));
-    let is_outermost = CURRENT.with_borrow(Option::is_none);
+    let earliest = |one: TimeLimit, other: TimeLimit| if one.0 < other.0 { one } else { other };
+    LIMIT.set(outer_limit.zip(limit).map(|(o, l)| earliest(o, l)).or(limit).or(outer_limit));
     let traffic = traffic.map_or_else(traffic::current, Arc::clone);
-    let outer_traffic = traffic::set_current(Some(Arc::clone(&traffic)));
-    let outermost = is_outermost.then(|| {
+    let outer_traffic = traffic::set_current(Some(traffic));
+    let outermost = CURRENT.with_borrow(Option::is_none).then(|| {
         let begun = SystemTime::now();
-        let waiting = Waiting { what: "beginning", uri: String::new(), since: begun };
-        let (function, waiting) = (function.to_owned(), ForkSafeMutex::new(waiting));
-        let heartbeat = ForkSafeMutex::default();
-        let running = Arc::new(Running { function, begun, waiting, traffic, heartbeat });
+        let running = Arc::new(Running {
+            function: function.to_owned(),
+            saves,
+            begun,
+            waiting: ForkSafeMutex::new(("beginning".to_owned(), String::new(), begun)),
+            counters: Counters::default(),
+            heartbeat: ForkSafeMutex::default(),
+        });
         RUNNING.lock().push(Arc::clone(&running));
         CURRENT.set(Some(Arc::clone(&running)));
         LAST_HEARTBEAT.set(Some(Instant::now()));
-        (running, Counters::default())
+        running
     });
-    Entered { outermost, saves, outer_limit, outer_traffic }
+    Entered { outermost, outer_limit, outer_traffic }
 }
 
-/// Begins a part of a call that reads or writes a file.
+/// Begins a part of a call that reads or writes a file, for some seconds at most.
 pub fn enter_part(
     what: &'static str,
     uri: &str,
     seconds: Option<f64>,
     traffic: &Arc<Traffic>,
 ) -> Entered {
-    let limit = seconds.map(TimeLimit::of);
-    let entered = enter(what, what == SAVING, limit, Some(traffic));
-    waits_for(what, uri);
+    let entered = enter(what, what == SAVING, seconds.map(time_limit), Some(traffic));
+    waits_for(format!("{what} `{uri}`"), uri);
     entered
 }
 
-impl TimeLimit {
-    fn of(seconds: f64) -> Self {
-        let time = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
-        let now = Instant::now();
-        // A limit of centuries is none.
-        let end = now.checked_add(time).unwrap_or(now + Duration::from_secs(u32::MAX.into()));
-        TimeLimit { end, seconds }
-    }
+/// Notes what the call of this thread waits for from now on, and of which file.
+pub fn waits_for(what: String, uri: &str) {
+    CURRENT.with_borrow(|running| {
+        if let Some(running) = running {
+            *running.waiting.lock() = (what, uri.to_owned(), SystemTime::now());
+        }
+    });
 }
 
 impl Entered {
@@ -141,9 +138,10 @@ impl Entered {
 
     /// Publishes the failure of the call, unless it is a part of another call.
     pub fn failed(&self, error: &dyn std::fmt::Display) {
-        let Some((running, counters)) = &self.outermost else { return };
-        let uri = running.waiting.lock().uri.clone();
-        counters.publish_failure(if self.saves { "save" } else { "load" }, &uri, error.to_string());
+        if let Some(Running { saves, waiting, counters, .. }) = self.outermost.as_deref() {
+            let what = if *saves { "save" } else { "load" };
+            counters.publish_failure(what, &waiting.lock().1, error.to_string());
+        }
     }
 }
 
@@ -151,21 +149,11 @@ impl Drop for Entered {
     fn drop(&mut self) {
         LIMIT.set(self.outer_limit);
         traffic::set_current(self.outer_traffic.take());
-        if let Some((running, _)) = &self.outermost {
+        if let Some(running) = &self.outermost {
             CURRENT.set(None);
             RUNNING.lock().retain(|other| !Arc::ptr_eq(other, running));
         }
     }
-}
-
-/// Notes what the call of this thread waits for from now on, such as `opening`, and of which file.
-pub fn waits_for(what: &'static str, uri: &str) {
-    CURRENT.with_borrow(|running| {
-        if let Some(running) = running {
-            let (uri, since) = (uri.to_owned(), SystemTime::now());
-            *running.waiting.lock() = Waiting { what, uri, since };
-        }
-    });
 }
 
 /// A call of a function of Python as a context manager. It may be entered again, one thread at a
@@ -184,12 +172,11 @@ impl Call {
     #[pyo3(signature = (function, seconds, saves = false))]
     fn new(function: String, seconds: Option<f64>, saves: bool) -> PyResult<Self> {
         if let Some(seconds) = seconds.filter(|seconds| seconds.is_nan() || *seconds <= 0.0) {
-            let what =
-                format!("timeout must be a positive number of seconds or None, not {seconds}");
-            return Err(PyValueError::new_err(what));
+            let what = "timeout must be a positive number of seconds or None, not";
+            return Err(PyValueError::new_err(format!("{what} {seconds}")));
         }
-        let limit = seconds.map(TimeLimit::of);
-        Ok(Call { function, saves, limit, entered: ForkSafeMutex::default() })
+        let (limit, entered) = (seconds.map(time_limit), ForkSafeMutex::default());
+        Ok(Call { function, saves, limit, entered })
     }
 
     fn __enter__(&self) {
@@ -201,19 +188,14 @@ impl Call {
         py: Python<'_>,
         kind: Option<&Bound<'_, PyType>>,
         error: Option<&Bound<'_, PyAny>>,
-        _trace: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+        _trace: &Bound<'_, PyAny>,
+    ) {
         let entered = self.entered.lock().take();
-        let is_end = |kind: &Bound<'_, PyType>| {
-            let ends = [py.get_type::<PyStopIteration>(), py.get_type::<PyGeneratorExit>()];
-            ends.iter().any(|end| kind.is(end))
-        };
-        if let (Some(entered), Some(error)) = (&entered, error)
-            && !kind.is_some_and(is_end)
-        {
+        let ends = [py.get_type::<PyStopIteration>(), py.get_type::<PyGeneratorExit>()];
+        let is_end = kind.is_some_and(|kind| ends.iter().any(|end| kind.is(end)));
+        if let (Some(entered), Some(error), false) = (&entered, error, is_end) {
             entered.failed(error);
         }
-        Ok(())
     }
 }
 
@@ -230,53 +212,47 @@ pub fn set_heartbeat(callback: Py<PyAny>) {
 /// Returns what can be seen of the calls that are under way.
 #[pyfunction]
 pub fn running(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
-    let all = RUNNING.lock().clone();
     let row = |running: Arc<Running>| {
-        let out = PyDict::new(py);
-        let (waits_for, count) = (running.describe(), running.traffic.count(false));
-        let waiting = running.waiting.lock();
-        out.set_item("function", &running.function)?;
+        let (out, count) = (PyDict::new(py), running.counters.traffic().count(false));
+        set_fields!(out, running, function);
+        set_fields!(out, count, requests retries network_bytes);
         out.set_item("begun", since_1970(running.begun))?;
-        out.set_item("uri", &waiting.uri)?;
-        out.set_item("waits_for", waits_for)?;
-        out.set_item("since", since_1970(waiting.since))?;
-        out.set_item("requests", count.requests)?;
-        out.set_item("retries", count.retries)?;
-        out.set_item("network_bytes", count.network_bytes)?;
+        out.set_item("waits_for", running.describe())?;
+        let (_, uri, since) = &*running.waiting.lock();
+        out.set_item("uri", uri)?;
+        out.set_item("since", since_1970(*since))?;
         Ok(out)
     };
+    let all = RUNNING.lock().clone();
     all.into_iter().map(row).collect()
 }
 
 /// Ends a call whose time limit has passed.
 fn check_limit() -> Result<()> {
-    let Some(limit) = LIMIT.get().filter(|limit| limit.end <= Instant::now()) else {
+    let Some((_, seconds)) = LIMIT.get().filter(|(end, _)| *end <= Instant::now()) else {
         return Ok(());
     };
     let what = CURRENT.with_borrow(|running| {
-        let running = running.as_ref();
-        let function = running.map_or("call", |running| &running.function);
-        let waits = running.map_or_else(String::new, |running| running.describe());
-        format!("{function}: timeout={} s passed while {waits}", limit.seconds)
+        let (function, waits) = running
+            .as_ref()
+            .map_or(("call", String::new()), |running| (&*running.function, running.describe()));
+        format!("{function}: timeout={seconds} s passed while {waits}")
     });
     Err(Error::Caller(Box::new(PyTimeoutError::new_err(what))))
 }
 
-/// Checks with the GIL what ends a call; `reads`: also whether its result is still wanted.
+/// Checks with the GIL what ends a call. True if nothing waits for the result of one that reads.
 fn check_with_gil(py: Python<'_>, reads: bool) -> PyResult<bool> {
+    static IS_ENDING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     py.check_signals()?;
     logs::warn_of_repeats(py)?;
-    let now = Instant::now();
     let heartbeat = CURRENT.with_borrow(|running| {
-        let heartbeat = running.as_ref()?.heartbeat.lock();
-        Some(heartbeat.as_ref()?.clone_ref(py))
+        running.as_ref()?.heartbeat.lock().as_ref().map(|heartbeat| heartbeat.clone_ref(py))
     });
-    let is_due = |last: Instant| now.duration_since(last) >= HEARTBEAT;
-    if let Some(heartbeat) = heartbeat.filter(|_| LAST_HEARTBEAT.get().is_none_or(is_due)) {
-        LAST_HEARTBEAT.set(Some(now));
+    if let Some(heartbeat) = heartbeat.filter(|_| is_due(LAST_HEARTBEAT.get(), HEARTBEAT)) {
+        LAST_HEARTBEAT.set(Some(Instant::now()));
         heartbeat.call0(py)?;
     }
-    static IS_ENDING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     if !reads || gil::is_main() {
         return Ok(false);
     }
@@ -287,19 +263,19 @@ fn check_with_gil(py: Python<'_>, reads: bool) -> PyResult<bool> {
 }
 
 fn check(reads: bool) -> Result<()> {
-    if LAST_CHECK.get().is_some_and(|last_check| last_check.elapsed() < CHECK_INTERVAL) {
+    if !is_due(LAST_CHECK.get(), CHECK_INTERVAL) {
         return Ok(());
     }
     check_limit()?;
     let found = match gil::with(|py| check_with_gil(py, reads)) {
-        Ok(Ok(false)) => Ok(()),
-        Ok(Ok(true)) => Err(Error::Closed(
-            "the call was ended, because the program ends and nothing waits for it".to_owned(),
-        )),
-        Ok(Err(error)) => Err(Error::Caller(Box::new(error))),
         // The thread that ends the interpreter also finishes files that were never closed: it goes
         // on.
-        Err(_) => Ok(()),
+        Ok(Ok(false)) | Err(_) => Ok(()),
+        Ok(Ok(true)) => {
+            let what = "the call was ended, because the program ends and nothing waits for it";
+            Err(Error::Closed(what.to_owned()))
+        }
+        Ok(Err(error)) => Err(Error::Caller(Box::new(error))),
     };
     LAST_CHECK.set(Some(Instant::now()));
     found
@@ -316,10 +292,10 @@ pub fn signals_in_save() -> Result<()> {
     check(false)
 }
 
-/// The same for Python code that waits; `what` it does.
+/// The same for Python code that waits for other members of a group.
 #[pyfunction]
 pub fn check_wait() -> Outcome<()> {
-    waits_for("waiting for the other members of the group", "");
+    waits_for("waiting for the other members of the group".to_owned(), "");
     Ok(signals()?)
 }
 

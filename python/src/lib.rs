@@ -46,6 +46,12 @@ fn unknown_variables() -> Option<String> {
     environment::unknown_variables()
 }
 
+macro_rules! add_functions {
+    ($module:ident, $($function:path;)+) => {
+        $($module.add_function(wrap_pyfunction!($function, $module)?)?;)+
+    };
+}
+
 #[pymodule(name = "_C")]
 fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     registered().map_err(pyo3::exceptions::PyImportError::new_err)?;
@@ -63,7 +69,17 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
-    add_functions(module)?;
+    add_functions!(module,
+        calls::check_wait; calls::running; calls::set_heartbeat; text::convert_bytes;
+        forget_environment; unknown_variables; slicing::as_bytes; slicing::plan_parts;
+        slicing::with_earlier; slicing::announce; namespaces::dicts_with_value;
+        open::check_target; open::check_tensors_name; open::local_path; open::model_files;
+        open::open; open::create; open::s3cfg; open::scheme; device::uses_staging_memory;
+        device::snapshot; cache::cache_entries; cache::clear_cache; reports::stats;
+        reports::stats_since; device::set_pinned_limit; device::release_pinned;
+        memory::split_tensor_memory; memory::effective_memory_limit; memory::minimum_save_memory;
+        memory::time_first_touch;
+    );
     module.add_class::<calls::Call>()?;
     module.add_class::<handle::Handle>()?;
     module.add_class::<iterator::TensorIterator>()?;
@@ -76,40 +92,5 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<sink::Sink>()?;
     module.add_class::<source::Source>()?;
     module.add_class::<writer::TensorWriter>()?;
-    Ok(())
-}
-
-fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(calls::check_wait, module)?)?;
-    module.add_function(wrap_pyfunction!(calls::running, module)?)?;
-    module.add_function(wrap_pyfunction!(calls::set_heartbeat, module)?)?;
-    module.add_function(wrap_pyfunction!(text::convert_bytes, module)?)?;
-    module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
-    module.add_function(wrap_pyfunction!(unknown_variables, module)?)?;
-    module.add_function(wrap_pyfunction!(slicing::as_bytes, module)?)?;
-    module.add_function(wrap_pyfunction!(slicing::plan_parts, module)?)?;
-    module.add_function(wrap_pyfunction!(slicing::with_earlier, module)?)?;
-    module.add_function(wrap_pyfunction!(slicing::announce, module)?)?;
-    module.add_function(wrap_pyfunction!(namespaces::dicts_with_value, module)?)?;
-    module.add_function(wrap_pyfunction!(open::check_target, module)?)?;
-    module.add_function(wrap_pyfunction!(open::check_tensors_name, module)?)?;
-    module.add_function(wrap_pyfunction!(open::local_path, module)?)?;
-    module.add_function(wrap_pyfunction!(open::model_files, module)?)?;
-    module.add_function(wrap_pyfunction!(open::open, module)?)?;
-    module.add_function(wrap_pyfunction!(open::create, module)?)?;
-    module.add_function(wrap_pyfunction!(open::s3cfg, module)?)?;
-    module.add_function(wrap_pyfunction!(open::scheme, module)?)?;
-    module.add_function(wrap_pyfunction!(device::uses_staging_memory, module)?)?;
-    module.add_function(wrap_pyfunction!(device::snapshot, module)?)?;
-    module.add_function(wrap_pyfunction!(cache::cache_entries, module)?)?;
-    module.add_function(wrap_pyfunction!(cache::clear_cache, module)?)?;
-    module.add_function(wrap_pyfunction!(reports::stats, module)?)?;
-    module.add_function(wrap_pyfunction!(reports::stats_since, module)?)?;
-    module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;
-    module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;
-    module.add_function(wrap_pyfunction!(memory::split_tensor_memory, module)?)?;
-    module.add_function(wrap_pyfunction!(memory::effective_memory_limit, module)?)?;
-    module.add_function(wrap_pyfunction!(memory::minimum_save_memory, module)?)?;
-    module.add_function(wrap_pyfunction!(memory::time_first_touch, module)?)?;
     Ok(())
 }

@@ -10,18 +10,17 @@ use tensorizer::io::cache::NOT_CACHED;
 use tensorizer::stats::{OLDER_COPY, Report, take_thread_report};
 use tensorizer::traffic::take_reports;
 
-use crate::reports::report_dict;
+use crate::reports::{report_dict, set_fields};
 
 const DEBUG: u8 = 10;
 const INFO: u8 = 20;
 const WARNING: u8 = 30;
 
-/// Logs a line with fields, which are made if the level is enabled.
+/// Logs a line with fields, which is made if the level is enabled.
 fn record<'py>(
     py: Python<'py>,
     level: u8,
-    line: impl FnOnce() -> String,
-    fields: impl FnOnce() -> PyResult<Bound<'py, PyDict>>,
+    line: impl FnOnce() -> PyResult<(String, Bound<'py, PyDict>)>,
 ) -> PyResult<()> {
     static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let logger = LOGGER.get_or_try_init(py, || {
@@ -29,9 +28,9 @@ fn record<'py>(
         logging.call_method1("getLogger", ("tensorizer",)).map(Bound::unbind)
     })?;
     if logger.call_method1(py, "isEnabledFor", (level,))?.is_truthy(py)? {
-        let extra = PyDict::new(py);
-        extra.set_item("extra", fields()?)?;
-        logger.call_method(py, "log", (level, "%s", line()), Some(&extra))?;
+        let ((line, fields), extra) = (line()?, PyDict::new(py));
+        extra.set_item("extra", fields)?;
+        logger.call_method(py, "log", (level, "%s", line), Some(&extra))?;
     }
     Ok(())
 }
@@ -42,28 +41,18 @@ pub fn log(py: Python<'_>) -> PyResult<()> {
     let Some(report) = take_thread_report() else { return Ok(()) };
     warn_of_caches(py, &report)?;
     let level = if report.is_lazy { DEBUG } else { INFO };
-    record(py, level, || line(&report), || report_dict(py, report.clone()))
+    record(py, level, || Ok((line(&report), report_dict(py, &report)?)))
 }
 
 /// Warns of requests that were repeated.
 pub fn warn_of_repeats(py: Python<'_>) -> PyResult<()> {
-    for repeated in take_reports() {
-        record(
-            py,
-            WARNING,
-            || repeated.to_string(),
-            || {
-                let fields = PyDict::new(py);
-                fields.set_item("uri", &repeated.uri)?;
-                fields.set_item("error", &repeated.error)?;
-                fields.set_item("attempt", repeated.attempt)?;
-                fields.set_item("limit", &repeated.limit)?;
-                fields.set_item("byte", repeated.byte)?;
-                Ok(fields)
-            },
-        )?;
-    }
-    Ok(())
+    take_reports().into_iter().try_for_each(|repeated| {
+        record(py, WARNING, || {
+            let fields = PyDict::new(py);
+            set_fields!(fields, repeated, uri error attempt limit byte);
+            Ok((repeated.to_string(), fields))
+        })
+    })
 }
 
 /// Warns, once for each reason, that the cache does not keep a file, or that another cache was used.

@@ -85,10 +85,10 @@ impl Reader {
         sha256: Option<BTreeMap<String, [u8; 32]>>,
     ) -> Outcome<Self> {
         // An invalid name is an error later, when the tensor is looked up.
-        let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
-        let wanted: Option<BTreeSet<String>> = wanted;
-        let (base, traffic) = (base.unwrap_or(source.base()), &source.traffic);
-        let source = source.shared()?;
+        let wanted: Option<BTreeSet<String>> =
+            wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
+        let (base, traffic, source) =
+            (base.unwrap_or(source.base()), &source.traffic, source.shared()?);
         let opening = Opening {
             storages: true,
             keeps_heads: keep_heads,
@@ -96,7 +96,7 @@ impl Reader {
             pins: sha256.as_ref(),
             ..Opening::new(&signals)
         };
-        waits_for("reading the index of", source.uri());
+        waits_for(format!("reading the index of `{}`", source.uri()), source.uri());
         Ok(Self::new(gil::without(py, || opening.source(source, base))?, traffic))
     }
 
@@ -179,9 +179,8 @@ impl Reader {
         Ok(gil::without(py, || hashes(&self.file, &self.headers, &numbers))?)
     }
 
-    fn close(&self, py: Python<'_>) {
-        // The source may be a Python object, which must be dropped with the GIL held.
-        let _ = py;
+    // With the GIL: the source may be a Python object, which must be dropped with it.
+    fn close(&self, _py: Python<'_>) {
         self.loads.end();
         self.file.close();
     }

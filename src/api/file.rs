@@ -5,7 +5,6 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::pins::HubPins;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Escaped, Result};
@@ -15,7 +14,7 @@ use crate::format::name_tree::NameTree;
 use crate::format::tensors::identity::FileIdentity;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
 use crate::format::tensors::{index, metadata, trailer};
-use crate::io::{CachedHead, ClosedSource, ReadAt, read_exact_at};
+use crate::io::{CachedHead, ClosedSource, HubPins, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::stats::Counters;
 use crate::sys;

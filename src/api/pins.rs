@@ -1,22 +1,22 @@
 //! Files whose SHA-256 is known: their hub publishes it, or the caller has stated it. No tensor is
 //! handed out before the whole file was compared.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::catalog_part::Opening;
 use super::file::TensorFile;
 use super::selection::Selection;
-use crate::cancel::{Cancel, RetryableOnce};
+use crate::cancel::Cancel;
 use crate::codec::hash::Verify;
 use crate::engine::load_options::LoadOptions;
 use crate::engine::worker_range;
 use crate::engine::workers::{self, WorkerRange};
 use crate::error::{Error, Result};
-use crate::fallible::try_resize;
+use crate::fallible::try_zeroed;
 use crate::format::catalog::data_len;
 use crate::io::{
-    Capabilities, HubChecksum, Pin, PinnedSource, ReadAt, WantedRead, agree, as_refs, read_exact_at,
+    Capabilities, HubChecksum, HubPins, Pin, PinnedSource, ReadAt, WantedRead, agree, as_refs,
+    read_exact_at,
 };
 use crate::mem::Buffers;
 use crate::memory_limit::LoadNeeds;
@@ -24,17 +24,10 @@ use crate::sys::to_usize;
 
 /// Maximum bytes of a reader's request, if a file is read for its hash only.
 const MAX_PIECE_LEN: u64 = 16 << 20;
-/// Files that are read so at once: each is hashed by one core at a time.
+/// Files for which there are readers of their own.
 const MAX_FILES_AT_ONCE: usize = 8;
 /// Files whose checksums are requested at once.
 const MAX_CHECKSUM_REQUESTS: usize = 16;
-
-/// The pins of the files of a hub, which handles of the same checkpoint share.
-#[derive(Default)]
-pub struct HubPins {
-    once: RetryableOnce,
-    pins: OnceLock<Vec<Option<Arc<Pin>>>>,
-}
 
 fn is_pinned(source: &Arc<dyn ReadAt>) -> bool {
     source.facts().pin.is_some()
@@ -144,63 +137,40 @@ impl Opening<'_> {
     }
 }
 
-/// A file that is read for its hash: its source and length, and the announcement of the reads.
-struct HashedFile<'s> {
-    source: &'s dyn ReadAt,
-    len: u64,
-    _wanted: Option<WantedRead>,
-}
-
-impl<'s> HashedFile<'s> {
-    /// What is left of a file; None if it was compared, or is not pinned.
-    fn of(source: &'s dyn ReadAt) -> Option<Self> {
-        let pin = source.facts().pin.as_ref().filter(|pin| !pin.has_agreed())?;
-        let len = source.facts().len?.saturating_sub(pin.position());
-        Some(HashedFile { source, len, _wanted: source.facts().will_read(len) })
-    }
-}
-
-/// Reads what is left of pinned files, so that it is hashed. The number of readers grows while that
-/// raises the throughput.
+/// Reads what is left of pinned files, so that it is hashed.
 pub fn read_all(
     sources: &[Arc<dyn ReadAt>],
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    let memory = worker_range::limit(options.memory, &as_refs(sources))?;
-    for group in sources.chunks(MAX_FILES_AT_ONCE) {
-        let group = as_refs(group);
-        let files: Vec<_> = group.iter().filter_map(|source| HashedFile::of(*source)).collect();
-        let Some(capabilities) = Capabilities::combined(&group) else { return Ok(()) };
-        // Each reader holds one piece, and its connection may hold as much again.
-        let piece = capabilities.request_len.min(memory.window(MAX_PIECE_LEN)).max(1);
-        let (count, next) = (files.len() as u64, AtomicU64::new(0));
-        let rounds = files.iter().map(|file| file.len.div_ceil(piece)).max().unwrap_or(0);
-        let reader_bytes = capabilities.reader_memory.saturating_add(piece);
-        let range = WorkerRange::of(&capabilities, options.readers);
-        let needs = LoadNeeds { readers: range.max, reader_bytes, ..LoadNeeds::default() };
-        let range = range.limited_to(memory.load(&needs)?.readers);
-        workers::run_adapting(range, cancel, |control, _| {
-            let mut buffer = Vec::new();
-            while !control.stopped() && !control.is_retired() {
-                let turn = next.fetch_add(1, Ordering::Relaxed);
-                if count == 0 || turn / count >= rounds {
-                    break;
-                }
-                let Some(HashedFile { source, len, .. }) = files.get(to_usize(turn % count)) else {
-                    continue;
-                };
-                // Pieces end with the file: the first one begins where the hash is.
-                let from_end = len.saturating_sub(turn / count * piece);
-                let at = source.facts().len.unwrap_or(0).saturating_sub(from_end);
-                try_resize(&mut buffer, to_usize(from_end.min(piece)), "a file that is hashed")?;
-                let what = || "bytes that are hashed for its checksum".to_owned();
-                Buffers::from_slice(&mut buffer).with_observer(control, |buffers| {
-                    read_exact_at(*source, at, buffers, &what, control)
-                })?;
-            }
-            Ok(())
-        })?;
-    }
+    let sources = as_refs(sources);
+    let Some(capabilities) = Capabilities::combined(&sources) else { return Ok(()) };
+    let memory = worker_range::limit(options.memory, &sources)?;
+    // Each reader holds one piece, and its connection may hold as much again.
+    let piece = capabilities.request_len.min(memory.window(MAX_PIECE_LEN)).max(1);
+    let reader_bytes = capabilities.reader_memory.saturating_add(piece);
+    let readers = WorkerRange::of(&capabilities, options.readers).initial;
+    let readers = readers.saturating_mul(sources.len().min(MAX_FILES_AT_ONCE));
+    let readers = memory.load(&LoadNeeds { readers, reader_bytes, ..LoadNeeds::default() })?;
+    let rest = |source: &&dyn ReadAt| {
+        let (facts, pin) = (source.facts(), source.facts().pin.as_ref());
+        let start = pin.filter(|pin| !pin.has_agreed()).map_or(u64::MAX, |pin| pin.position());
+        start..facts.len.unwrap_or(0)
+    };
+    let wanted = |source: &&dyn ReadAt| source.facts().will_read(rest(source).count() as u64);
+    let _wanted: Vec<WantedRead> = sources.iter().filter_map(wanted).collect();
+    let pieces = sources.iter().flat_map(|source| {
+        rest(source).step_by(to_usize(piece)).map(move |start| (*source, start))
+    });
+    // Files in turn: each is hashed by one core at a time.
+    let mut pieces: Vec<(&dyn ReadAt, u64)> = pieces.collect();
+    pieces.sort_by_key(|(_, start)| *start);
+    workers::map(readers.readers, pieces, cancel, |(source, start), control| {
+        let len = source.facts().len.unwrap_or(0).saturating_sub(start).min(piece);
+        let mut buffer = try_zeroed(to_usize(len), || "a file that is hashed".to_owned())?;
+        let what = || "bytes that are hashed for its checksum".to_owned();
+        Buffers::from_slice(&mut buffer)
+            .with_observer(control, |buffers| read_exact_at(source, start, buffers, &what, control))
+    })?;
     Ok(())
 }

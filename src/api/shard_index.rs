@@ -15,7 +15,7 @@ use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, MAX_LEN, ShardMap};
 use crate::io::local::siblings;
-use crate::io::{CachedHead, OpenSibling, ReadAt, SourceIdentity};
+use crate::io::{CachedHead, OpenSibling, ReadAt, SourceIdentity, compare_all};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Number of files that are opened concurrently: local files, and files of a server, where each
@@ -87,7 +87,7 @@ impl ShardIndex {
         let uri = head.source().uri();
         let json = head.read_all(MAX_LEN, "an index of shards", opening.cancel)?;
         if let Some(pin) = opening.pin_of(&**head.source())? {
-            pin.compare_all(&json, head.source().facts())?;
+            compare_all(&pin, &json, head.source().facts())?;
         }
         let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let indexed_files = indexed_files(&index, uri)?;

@@ -28,6 +28,7 @@ mod memory;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub mod object;
 mod options;
+mod pin;
 mod pinned;
 mod prefixed;
 mod read_at;
@@ -46,7 +47,8 @@ pub use memory::MemorySource;
 #[cfg(feature = "s3")]
 pub use object::s3::S3Cfg;
 pub use options::{OpenOptions, S3Options};
-pub use pinned::{Pin, PinnedSource, agree};
+pub use pin::{HubPins, Pin};
+pub use pinned::{PinnedSource, agree, compare_all};
 pub use prefixed::PrefixedSource;
 pub use read_at::{
     AnnounceRead, Capabilities, ConnectionLimit, DiscardCopy, Facts, Fallback, HubChecksum,

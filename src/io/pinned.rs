@@ -4,22 +4,19 @@
 //! that is ahead waits until those before it are hashed, and reads bytes that no other one does.
 //! Bytes that are read again are compared by the states of the hash around their chunks.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use super::pin::{CHUNK, Pin, Range};
 use super::{Capabilities, Facts, ReadAt, read_exact_at};
 use crate::cancel::{Cancel, POLL};
-use crate::codec::sha256::{Sha256, hex};
 use crate::error::{Error, Result};
 use crate::fallible::try_zeroed;
 use crate::mem::{Buffers, FilledPart};
 use crate::sys::sync::unpoisoned;
 use crate::sys::to_usize;
 
-/// Bytes of a chunk, which has a state of the hash at its beginning and its end.
-const CHUNK: u64 = 128 << 10;
 /// Bytes that a reader reads at once for others.
 const PIECE: u64 = 8 << 20;
 /// Bytes before its own that a reader reads at once, such as padding and headers, as no other reader
@@ -27,138 +24,28 @@ const PIECE: u64 = 8 << 20;
 const SMALL: u64 = 1 << 20;
 const PATIENCE: Duration = POLL;
 
-/// The SHA-256 that a file must have, and that of its bytes so far. Handles of the file share it.
-pub struct Pin {
-    expected: [u8; 32],
-    /// The one that expects it, for messages: `the hub publishes`.
-    by: &'static str,
-    hashed: Mutex<Hashed>,
-    turn: Condvar,
-}
-
-/// The bytes that are hashed: those before a position.
-struct Hashed {
-    position: u64,
-    sha: Sha256,
-    /// The states at the beginning of each chunk, up to the position.
-    states: Vec<[u32; 8]>,
-    /// The ranges that are being read to be hashed: their starts and ends.
-    reading: BTreeMap<u64, u64>,
-    /// The time at which the position changed last.
-    moved: Instant,
-    agreed: bool,
-}
-
-impl Hashed {
-    /// Hashes the next bytes, which end with a chunk, if not before.
-    fn update(&mut self, bytes: &[u8]) {
-        self.sha.update(bytes);
-        self.position += bytes.len() as u64;
-        if self.position.is_multiple_of(CHUNK) {
-            self.states.push(self.sha.state());
-        }
-        self.moved = Instant::now();
+/// The error of a file that has another hash.
+fn mismatch(pin: &Pin, facts: &Facts, found: String) -> Error {
+    Error::FileHashMismatch {
+        uri: facts.uri.clone(),
+        expected: pin.expected().into(),
+        found: found.into(),
+        kept: facts.local_copy().map_or_else(Box::default, |copy| {
+            let path = copy.path.display();
+            let what = "remove that file to have it downloaded again";
+            format!("; they were read from the local copy `{path}`: {what}").into()
+        }),
     }
 }
 
-impl Pin {
-    pub fn new(expected: [u8; 32], by: &'static str) -> Arc<Self> {
-        let sha = Sha256::default();
-        let hashed = Hashed {
-            position: 0,
-            states: vec![sha.state()],
-            sha,
-            reading: BTreeMap::new(),
-            moved: Instant::now(),
-            agreed: false,
-        };
-        let (hashed, turn) = (Mutex::new(hashed), Condvar::new());
-        Arc::new(Pin { expected, by, hashed, turn })
-    }
-
-    fn hashed(&self) -> MutexGuard<'_, Hashed> {
-        unpoisoned(self.hashed.lock())
-    }
-
-    /// The number of bytes that were hashed, from the first on.
-    pub fn position(&self) -> u64 {
-        self.hashed().position
-    }
-
-    /// True once the whole file was compared.
-    pub fn has_agreed(&self) -> bool {
-        self.hashed().agreed
-    }
-
-    /// Compares all bytes of a file.
-    pub fn compare_all(&self, bytes: &[u8], facts: &Facts) -> Result<()> {
-        self.hash(bytes);
-        self.compare(facts)
-    }
-
-    /// Compares the hash of a file of which all bytes were hashed.
-    fn compare(&self, facts: &Facts) -> Result<()> {
-        let mut hashed = self.hashed();
-        let found = hashed.sha.clone().finish();
-        hashed.agreed = found == self.expected;
-        if hashed.agreed { Ok(()) } else { Err(self.mismatch(facts, hex(&found))) }
-    }
-
-    fn mismatch(&self, facts: &Facts, found: String) -> Error {
-        Error::FileHashMismatch {
-            uri: facts.uri.clone(),
-            expected: format!("{} {}", self.by, hex(&self.expected)).into(),
-            found: found.into(),
-            kept: facts.local_copy().map_or_else(Box::default, |copy| {
-                let path = copy.path.display();
-                let what = "remove that file to have it downloaded again";
-                format!("; they were read from the local copy `{path}`: {what}").into()
-            }),
-        }
-    }
-
-    /// Hashes the next bytes.
-    fn hash(&self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let mut hashed = self.hashed();
-            let in_chunk = to_usize(CHUNK - hashed.position % CHUNK);
-            let (now, later) = bytes.split_at(in_chunk.min(bytes.len()));
-            hashed.update(now);
-            bytes = later;
-        }
-    }
-
-    /// Returns the position of the first chunk that differs, of those from `start` to `stop`.
-    fn difference(&self, start: u64, stop: u64, filled: &FilledPart<'_>) -> Option<u64> {
-        (start..stop).step_by(to_usize(CHUNK)).find(|&at| {
-            let (number, end) = (to_usize(at / CHUNK), stop.min(at + CHUNK));
-            let (from, to) = {
-                let hashed = self.hashed();
-                let state = |number: usize| hashed.states.get(number).copied();
-                (state(number), state(number + 1).unwrap_or_else(|| hashed.sha.state()))
-            };
-            let mut sha = Sha256::resumed(from.unwrap_or([0; 8]), at);
-            let bytes = filled.bytes(to_usize(at - start)..to_usize(end - start));
-            bytes.iter().for_each(|part| sha.update(part));
-            // The last chunk may end within a block, of which the state knows nothing.
-            let is_same =
-                if end == at + CHUNK { sha.state() == to } else { sha.finish() == self.expected };
-            !is_same
-        })
-    }
+fn compare(pin: &Pin, facts: &Facts) -> Result<()> {
+    pin.disagrees().map_or(Ok(()), |found| Err(mismatch(pin, facts, found)))
 }
 
-/// A range that is being read, until this is dropped.
-struct Range<'p> {
-    pin: &'p Pin,
-    start: u64,
-}
-
-impl Drop for Range<'_> {
-    fn drop(&mut self) {
-        self.pin.hashed().reading.remove(&self.start);
-        self.pin.turn.notify_all();
-    }
+/// Compares all bytes of a file.
+pub fn compare_all(pin: &Pin, bytes: &[u8], facts: &Facts) -> Result<()> {
+    pin.advance(bytes);
+    compare(pin, facts)
 }
 
 /// Hands out the bytes of a pinned file. It cannot be mapped, because the bytes of a mapping may
@@ -203,7 +90,7 @@ impl PinnedSource {
             if read == 0 {
                 return Ok(());
             }
-            pin.hash(bytes.get(..read).unwrap_or(&[]));
+            pin.advance(bytes.get(..read).unwrap_or(&[]));
             drop(range);
             hashed = pin.hashed();
         }
@@ -239,13 +126,13 @@ impl PinnedSource {
             })?;
         match unpoisoned(difference.into_inner()) {
             None => Ok(read),
-            Some(at) => Err(self.pin.mismatch(
-                &self.facts,
-                format!(
-                    "changed since they were compared with it: those from {at} to {} differ",
-                    stop.min(at + CHUNK)
-                ),
-            )),
+            Some(at) => {
+                let end = stop.min(at + CHUNK);
+                let what = format!(
+                    "changed since they were compared with it: those from {at} to {end} differ"
+                );
+                Err(mismatch(&self.pin, &self.facts, what))
+            }
         }
     }
 
@@ -293,7 +180,7 @@ impl ReadAt for PinnedSource {
             if last && is_read.load(Ordering::Relaxed) {
                 let reached = self.reach(offset, PATIENCE, cancel);
                 if reached.is_ok() {
-                    filled.bytes(0..filled.count()).iter().for_each(|part| pin.hash(part));
+                    filled.bytes(0..filled.count()).iter().for_each(|part| pin.advance(part));
                 }
                 *unpoisoned(outcome.lock()) = reached;
             }
@@ -315,7 +202,7 @@ pub fn agree(source: &dyn ReadAt, cancel: &dyn Cancel) -> Result<()> {
     };
     let mut bytes = try_zeroed(to_usize(PIECE), || "bytes that are hashed".to_owned())?;
     while source.read_at(pin.position(), &mut Buffers::from_slice(&mut bytes), cancel)? > 0 {}
-    pin.compare(source.facts())
+    compare(pin, source.facts())
 }
 
 #[cfg(test)]
@@ -323,6 +210,7 @@ pub fn agree(source: &dyn ReadAt, cancel: &dyn Cancel) -> Result<()> {
 mod tests {
     use super::*;
     use crate::cancel::Never;
+    use crate::codec::sha256::Sha256;
     use crate::io::MemorySource;
 
     fn bytes() -> Vec<u8> {

@@ -8,17 +8,10 @@ from concurrent.futures import thread as pools
 from types import FrameType
 from typing import Any
 
-_is_over = False
-
-
-def _end() -> None:
-    global _is_over
-    _is_over = True
-
-
+_ending = threading.Event()
 # Called before the interpreter waits for threads, and before pools wait for theirs: those that were
 # registered later come first.
-threading._register_atexit(_end)  # type: ignore[attr-defined]
+threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
 
 
 def is_ending() -> bool:
@@ -30,7 +23,7 @@ def is_ending() -> bool:
     a task does not use them.
     The interpreter does not wait for daemon threads.
     """
-    if _is_over:
+    if _ending.is_set():
         return not threading.current_thread().daemon
     pool = _pool_of(sys._getframe())
     if pool is None or not pool._shutdown:

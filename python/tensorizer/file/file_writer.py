@@ -7,7 +7,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,12 +284,7 @@ class FileWriter:
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -108,8 +108,8 @@ def iterate(
         raise ValueError('order="ready" with group=: members take tensors in the order of the file')
     if options.get("sha256") is not None:
         raise ValueError(
-            "sha256: the hash of a file is known at its end only, and iterate() yields tensors before: "
-            "use load(), or run `tensorizer verify --sums` first"
+            "sha256: the hash of a file is known at its end only, and iterate() yields tensors "
+            "before: use load(), or run `tensorizer verify --sums` first"
         )
     reporter = ProgressReporter(progress)
     request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)

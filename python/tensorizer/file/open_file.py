@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +89,7 @@ class OpenFile:
         encryption, num_readers = options.get("encryption"), options.get("num_readers")
         self.memory_limit = options.get("memory_limit")
         # The key is derived once, below.
-        check_reading(**{**options, "encryption": None})
+        check_reading(**{**options, "encryption": None})  # type: ignore[arg-type]
         by_address = is_address(file_obj)
         is_stream = not isinstance(file_obj, (str, bytes, os.PathLike, int))
         self._stream = file_obj if closes_stream and is_stream else None
@@ -334,12 +333,7 @@ class OpenFile:
     def __enter__(self) -> OpenFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     def __len__(self) -> int:

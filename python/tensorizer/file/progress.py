@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -107,12 +106,7 @@ class ProgressReporter:
     def __enter__(self) -> ProgressReporter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.finish()
 

@@ -10,7 +10,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -123,12 +122,7 @@ class Members:
         self.join()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.leave_after(error)
 
