@@ -25,7 +25,7 @@ names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith
 found = {name for name in names if name.startswith(tuple(f"{path.name}/" for path in PACKAGES))}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"
 
-# What a scanner and a reader of licences look for.
+# Licences, and the inventory for scanners.
 (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
 
 

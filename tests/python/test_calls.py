@@ -90,7 +90,7 @@ def test_a_time_limit_says_what_was_waited_for(data):
 
 
 def test_a_save_ends_by_its_time_limit_and_leaves_the_old_file(tmp_path, moto_keys, nothing_taken):
-    """The server takes no byte of an upload, and a named pipe is read by nobody."""
+    """The server takes no byte of the upload."""
     saves = {
         "save": lambda: tensorizer.save(TENSORS, nothing_taken, timeout=0.3),
         "save_async": lambda: tensorizer.save_async(TENSORS, nothing_taken, timeout=0.3).result(),
@@ -299,7 +299,7 @@ def test_an_exception_from_progress_ends_a_call_that_waits():
         tensorizer.load(f"http://{host}/f.tensors", "cpu", progress=progress)
 
 
-# What is seen
+# Logs, statistics, headers
 
 
 def test_a_repeated_request_is_a_warning_with_fields(data, caplog):
