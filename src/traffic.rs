@@ -21,16 +21,10 @@ pub struct Traffic {
     network_bytes: AtomicU64,
     /// The last failure after which a request was repeated, and the time of the last report.
     last: ForkSafeMutex<Option<(String, Instant)>>,
-    pace: ForkSafeMutex<Pace>,
-}
-
-/// A token bucket, which holds the bytes of a tenth of a second.
-#[derive(Debug, Default)]
-struct Pace {
-    /// Bytes per second; None for no limit.
-    limit: Option<u64>,
+    /// Bytes per second; 0 for no limit.
+    limit: AtomicU64,
     /// The time at which the bytes so far are allowed.
-    until: Option<Instant>,
+    allowed: ForkSafeMutex<Option<Instant>>,
 }
 
 /// The time for which a call may be ahead of its limit.
@@ -87,19 +81,28 @@ impl Traffic {
         self.network_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Limits the bytes per second of the call; 0 for no limit.
-    pub fn limit(&self, bytes_per_second: u64) {
-        self.pace.lock().limit = Some(bytes_per_second).filter(|&limit| limit > 0);
+    /// Limits the bytes per second of the call.
+    pub fn set_limit(&self, bytes_per_second: u64) {
+        self.limit.store(bytes_per_second, Ordering::Relaxed);
     }
 
-    /// The pause after some bytes of bodies, so that the limit is kept.
-    pub(crate) fn pace(&self, bytes: u64) -> Option<Duration> {
-        let mut pace = self.pace.lock();
-        let now = Instant::now();
-        let from = pace.until.map_or(now, |until| until.max(now));
+    /// The same, unless there is a limit.
+    pub(crate) fn set_default_limit(&self, bytes_per_second: u64) {
+        let relaxed = Ordering::Relaxed;
+        let _ = self.limit.compare_exchange(0, bytes_per_second, relaxed, relaxed);
+    }
+
+    /// The pause after some bytes of bodies, so that the limit is kept: that of a token bucket.
+    pub(crate) fn pause_after(&self, bytes: u64) -> Option<Duration> {
+        let limit = self.limit.load(Ordering::Relaxed);
+        if limit == 0 {
+            return None;
+        }
+        let (now, mut allowed) = (Instant::now(), self.allowed.lock());
+        let from = allowed.map_or(now, |allowed| allowed.max(now));
         #[allow(clippy::cast_precision_loss)] // A pause need not be exact.
-        let until = from + Duration::from_secs_f64(bytes as f64 / pace.limit? as f64);
-        pace.until = Some(until);
+        let until = from + Duration::from_secs_f64(bytes as f64 / limit as f64);
+        *allowed = Some(until);
         until.duration_since(now).checked_sub(BURST)
     }
 

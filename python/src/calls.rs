@@ -8,10 +8,10 @@ use pyo3::exceptions::{PyGeneratorExit, PyStopIteration, PyTimeoutError, PyValue
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
-use tensorizer::ForkSafeMutex;
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::Counters;
 use tensorizer::traffic::{self, Traffic};
+use tensorizer::{ForkSafeMutex, PerProcess};
 
 use crate::errors::Outcome;
 use crate::reports::{set_fields, since_1970};
@@ -46,7 +46,7 @@ impl Running {
     }
 }
 
-static RUNNING: ForkSafeMutex<Vec<Arc<Running>>> = ForkSafeMutex::new(Vec::new());
+static RUNNING: PerProcess<ForkSafeMutex<Vec<Arc<Running>>>> = PerProcess::new();
 
 /// The end of a time limit, and its seconds.
 type TimeLimit = (Instant, f64);
@@ -87,8 +87,11 @@ fn enter(
     traffic: Option<&Arc<Traffic>>,
 ) -> Entered {
     let outer_limit = LIMIT.get();
+    // A file that is finished while a load ends has a time of its own.
+    let is_other = CURRENT.with_borrow(|running| running.as_ref().is_some_and(|it| !it.saves));
+    let applies = outer_limit.filter(|_| !(saves && is_other));
     let earliest = |one: TimeLimit, other: TimeLimit| if one.0 < other.0 { one } else { other };
-    LIMIT.set(outer_limit.zip(limit).map(|(o, l)| earliest(o, l)).or(limit).or(outer_limit));
+    LIMIT.set(applies.zip(limit).map(|(o, l)| earliest(o, l)).or(limit).or(applies));
     let traffic = traffic.map_or_else(traffic::current, Arc::clone);
     let outer_traffic = traffic::set_current(Some(traffic));
     let outermost = CURRENT.with_borrow(Option::is_none).then(|| {
@@ -101,7 +104,7 @@ fn enter(
             counters: Counters::default(),
             heartbeat: ForkSafeMutex::default(),
         });
-        RUNNING.lock().push(Arc::clone(&running));
+        RUNNING.get().lock().push(Arc::clone(&running));
         CURRENT.set(Some(Arc::clone(&running)));
         LAST_HEARTBEAT.set(Some(Instant::now()));
         running
@@ -119,6 +122,12 @@ pub fn enter_part(
     let entered = enter(what, what == SAVING, seconds.map(time_limit), Some(traffic));
     waits_for(format!("{what} `{uri}`"), uri);
     entered
+}
+
+/// Begins a part of a call that ends it, and has no time limit.
+pub fn enter_end() -> Entered {
+    let (outer_limit, current) = (LIMIT.replace(None), traffic::current());
+    Entered { outermost: None, outer_limit, outer_traffic: traffic::set_current(Some(current)) }
 }
 
 /// Notes what the call of this thread waits for from now on, and of which file.
@@ -151,7 +160,7 @@ impl Drop for Entered {
         traffic::set_current(self.outer_traffic.take());
         if let Some(running) = &self.outermost {
             CURRENT.set(None);
-            RUNNING.lock().retain(|other| !Arc::ptr_eq(other, running));
+            RUNNING.get().lock().retain(|other| !Arc::ptr_eq(other, running));
         }
     }
 }
@@ -223,7 +232,7 @@ pub fn running(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         out.set_item("since", since_1970(*since))?;
         Ok(out)
     };
-    let all = RUNNING.lock().clone();
+    let all = RUNNING.get().lock().clone();
     all.into_iter().map(row).collect()
 }
 
@@ -295,8 +304,15 @@ pub fn signals_in_save() -> Result<()> {
 /// The same for Python code that waits for other members of a group.
 #[pyfunction]
 pub fn check_wait() -> Outcome<()> {
-    waits_for("waiting for the other members of the group".to_owned(), "");
-    Ok(signals()?)
+    const WHAT: &str = "waiting for the other members of the group";
+    let (saves, waiting) = CURRENT.with_borrow(|running| match running {
+        Some(running) => (running.saves, running.waiting.lock().clone()),
+        None => (false, (WHAT.to_owned(), String::new(), SystemTime::UNIX_EPOCH)),
+    });
+    if waiting.0 != WHAT {
+        waits_for(WHAT.to_owned(), &waiting.1);
+    }
+    Ok(check(!saves)?)
 }
 
 /// Does the same for operators, whose errors are text only: their caller sees a `RuntimeError`.

@@ -78,7 +78,7 @@ impl<'py> CallOptions<'py> {
             found.transport.headers = headers;
         }
         if let Some(limit) = self.get("max_bytes_per_second")? {
-            found.transport.traffic.limit(limit);
+            found.transport.traffic.set_limit(limit);
         }
         if let Some(folder) = self.get::<PathBuf>("cache")? {
             uri::check_target(&folder).map_err(Raised::from)?;

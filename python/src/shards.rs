@@ -5,9 +5,9 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
 use tensorizer::traffic::Traffic;
-use tensorizer::{ForkSafeMutex, Opening, ShardIndex as Index};
+use tensorizer::{ForkSafeMutex, Opening, ShardIndex as Index, TensorFile};
 
-use crate::calls::signals;
+use crate::calls::{enter_part, signals};
 use crate::errors::Outcome;
 use crate::gil;
 use crate::names::plain_name;
@@ -19,6 +19,8 @@ use crate::source::Source;
 pub struct ShardIndex {
     index: ForkSafeMutex<Option<Arc<Index>>>,
     uri: String,
+    /// The time limit of each opening, in seconds.
+    timeout: Option<f64>,
     /// The requests of its files.
     traffic: Arc<Traffic>,
 }
@@ -33,17 +35,34 @@ impl ShardIndex {
     }
 }
 
+impl ShardIndex {
+    fn opened(
+        &self,
+        py: Python<'_>,
+        open: impl FnOnce(&Index, &Opening<'_>) -> Result<TensorFile> + Send,
+    ) -> Outcome<Reader> {
+        let index = self.shared()?;
+        let part = enter_part("opening", &self.uri, self.timeout, &self.traffic);
+        // Another thread may close it meanwhile.
+        let go_on = || self.shared().and_then(|_| signals());
+        let opening = Opening { storages: true, ..Opening::new(&go_on) };
+        let file = gil::without(py, || open(&index, &opening));
+        Ok(Reader::new(file.inspect_err(|error| part.failed(error))?, &self.traffic))
+    }
+}
+
 #[pymethods]
 impl ShardIndex {
     /// Reads the index of a source; None if the source is something else, or can be read only once.
     #[staticmethod]
     fn of(py: Python<'_>, source: &Source) -> Outcome<Option<Self>> {
-        let (base, traffic) = (source.base(), Arc::clone(&source.traffic));
+        let (base, timeout, traffic) = (source.base(), source.timeout, Arc::clone(&source.traffic));
         let source = source.shared()?;
         let index = gil::without(py, || Index::of_source(source, base, &signals))?;
         Ok(index.map(|index| ShardIndex {
             uri: index.uri().to_owned(),
             index: ForkSafeMutex::new(Some(Arc::new(index))),
+            timeout,
             traffic,
         }))
     }
@@ -56,16 +75,12 @@ impl ShardIndex {
 
     /// Opens one of the files.
     fn open(&self, py: Python<'_>, file: usize) -> Outcome<Reader> {
-        let index = self.shared()?;
-        let opening = Opening { storages: true, ..Opening::new(&signals) };
-        Ok(Reader::new(gil::without(py, || index.open_one(file, &opening))?, &self.traffic))
+        self.opened(py, |index, opening| index.open_one(file, opening))
     }
 
     /// Opens all files.
     fn open_all(&self, py: Python<'_>) -> Outcome<Reader> {
-        let index = self.shared()?;
-        let opening = Opening { storages: true, ..Opening::new(&signals) };
-        Ok(Reader::new(gil::without(py, || index.open_wanted(&opening))?, &self.traffic))
+        self.opened(py, |index, opening| index.open_wanted(opening))
     }
 
     fn close(&self) {

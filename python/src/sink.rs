@@ -16,7 +16,7 @@ use tensorizer::io::{Ending, Published, WriteAt, write_all_at};
 use tensorizer::traffic::Traffic;
 use tensorizer::unpoisoned;
 
-use crate::calls::{Entered, SAVING, enter_part, signals_in_save};
+use crate::calls::{Entered, SAVING, enter_end, enter_part, signals_in_save};
 use crate::errors::Outcome;
 use crate::gil;
 
@@ -105,7 +105,7 @@ impl Sink {
 
     /// Abandons the object.
     fn abandon(&self, py: Python<'_>) -> Outcome<()> {
-        let sink = self.shared()?;
+        let (sink, _part) = (self.shared()?, enter_end());
         Ok(gil::without(py, || sink.abort(&signals_in_save))?)
     }
 

@@ -25,7 +25,8 @@ pub struct Source {
     /// Position of the file's first byte.
     base: u64,
     front: ForkSafeMutex<Front>,
-    timeout: Option<f64>,
+    /// The time limit of each read, in seconds.
+    pub timeout: Option<f64>,
     /// The requests of the file.
     pub traffic: Arc<Traffic>,
 }

@@ -224,9 +224,11 @@ def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     flag("load", "--verify", "compare tensors with their hashes")
     flag("load", "--mmap", "use a local file in place")
     sharding = "split a safetensors file beyond so many bytes of tensors, as in 5GB"
-    add("verify cp", "--sha256", "the SHA-256 that the file must have", metavar="HEX")
-    sums = "a file of sha256sum: the SHA-256 that the file, or each shard, must have, by name"
-    add("verify cp", "--sums", sums, metavar="FILE")
+    for name in ("verify", "cp"):
+        stated = made[name].add_mutually_exclusive_group()
+        stated.add_argument("--sha256", metavar="HEX", help="the SHA-256 that the file must have")
+        sums = "a file of sha256sum: what the file, or each shard, must have, by name"
+        stated.add_argument("--sums", metavar="FILE", help=sums)
     add("cp", "--max-shard-size", sharding, metavar="N")
     without = "copy the configuration and the tokenizer of a model's folder instead, into a folder"
     flag("cp", "--no-weights", without)

@@ -23,7 +23,7 @@ from tensorizer.streams.addresses import is_address
 
 from . import keys, targets
 from .compare import differences
-from .file import DAMAGES, BatchedFile, open_file
+from .file import DAMAGES, BatchedFile, open_file, stated_hashes
 from .file_description import size, text
 from .output import Report, copy_to_output, plural, without_password
 from .progress import Progress
@@ -55,7 +55,8 @@ def copy(options: argparse.Namespace) -> int:
     if options.max_shard_size is not None and not loads_all:
         raise ValueError("--max-shard-size is for targets that end with .safetensors")
     found: list[dict[str, Any]] = []
-    with open_file(options.file, options, options.decryption, mmap=loads_all) as source:
+    hashes = stated_hashes(options) if command == "cp" else {}
+    with open_file(options.file, options, options.decryption, mmap=loads_all, **hashes) as source:
         _check(source, options)
         # Of shards the index is what is read again.
         written = _store(source, target, options)

@@ -50,9 +50,10 @@ def open_file(
     """
     folder, limit = checkpoint_folder(file), options.memory_limit
     opened: BatchedFile
+    if folder is not None and "sha256" in more:
+        raise ValueError(f"{folder} is a checkpoint: --sha256 and --sums are for other files")
     if folder is None:
         more |= {"num_readers": options.readers, "memory_limit": limit, "progress": progress}
-        more["sha256"] = getattr(options, "sha256", None) or _sums(getattr(options, "sums", None))
         opened = BatchedFile(file, params, **more)
     elif limit is not None:
         raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
@@ -63,12 +64,14 @@ def open_file(
     return opened
 
 
-def _sums(path: str | None) -> dict[str, str] | None:
-    """Return the hashes in a file of ``sha256sum`` by the names of their files."""
-    if path is None:
-        return None
+def stated_hashes(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the option ``sha256`` of the file that a command reads, if it is stated."""
+    if options.sums is None:
+        return {} if options.sha256 is None else {"sha256": options.sha256}
+    path = options.sums
     rows = (line.split(maxsplit=1) for line in Path(path).read_text().splitlines() if line.strip())
-    return {name.strip().lstrip("*").rsplit("/", 1)[-1]: digits for digits, name in rows}
+    by_name = {name.strip().lstrip("*").rsplit("/", 1)[-1]: digits for digits, name in rows}
+    return {"sha256": by_name}
 
 
 def checkpoint_folder(file: str) -> str | None:

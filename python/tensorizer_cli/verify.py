@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tensorizer import CryptographyError, DamagedFileError, FormatError
 
 from . import keys
-from .file import DAMAGES, BatchedFile, open_file
+from .file import DAMAGES, BatchedFile, open_file, stated_hashes
 from .file_description import text
 from .output import Report, plural
 from .progress import Progress
@@ -29,7 +29,13 @@ def verify(options: argparse.Namespace) -> int:
 
     with (
         Progress(options) as progress,
-        open_file(options.file, options, keys.decryption(options), progress=progress) as file,
+        open_file(
+            options.file,
+            options,
+            keys.decryption(options),
+            progress=progress,
+            **stated_hashes(options),
+        ) as file,
     ):
         file.check_key()
         try:

@@ -180,7 +180,7 @@ impl<'f> DeviceLoad<'f> {
             let read = (&self.layout, &*streams);
             let reads = Reads::new(selection, options)?;
             let headers = read_to_devices(&reads, to, read, &run, &|_| false, allocate)?;
-            selection.file.agree(cancel)?;
+            selection.file.agree(options, cancel)?;
             Ok((selection.to_caller_order(headers), streams))
         })
     }

@@ -43,7 +43,7 @@ pub fn load_counted(
     file.with_intact_copies(|| {
         let mut memory = HostMemory::new(&selection, options)?;
         let headers = read_to_host(&selection, memory.lend()?, options, counters, cancel)?;
-        file.agree(cancel)?;
+        file.agree(options, cancel)?;
         let loaded = headers.into_iter().zip(memory.freeze()?).collect();
         let loaded = numbers.iter().zip(selection.to_caller_order(loaded));
         let tensor = |(&number, (header, memory))| {

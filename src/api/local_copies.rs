@@ -66,6 +66,7 @@ pub fn with_intact_copies<T>(
     if copies.is_empty() {
         return Err(error);
     }
+    sources.iter().filter_map(|source| source.facts().pin.as_ref()).for_each(|pin| pin.reset());
     let second_run = work();
     if second_run.is_ok() && !sure {
         for copy in &found {

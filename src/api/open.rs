@@ -6,12 +6,9 @@ use std::sync::Arc;
 
 use super::catalog_part::Opening;
 use super::file::TensorFile;
-use super::head::FileHead;
 use super::local_copies::{suspects_of_open, with_intact_copies};
-use super::pins::read_all;
 use super::shard_index::ShardIndex;
 use crate::cancel::{Cancel, Never};
-use crate::engine::load_options::LoadOptions;
 use crate::error::Result;
 use crate::format::shards;
 use crate::io::uri::{self, Address};
@@ -49,20 +46,10 @@ impl TensorFile {
 impl Opening<'_> {
     /// Opens a source, whose file begins at `base`.
     pub fn source(&self, source: Arc<dyn ReadAt>, base: u64) -> Result<TensorFile> {
-        let is_stream = source.facts().len.is_none();
-        let source = if is_stream { self.pinned(source)? } else { source };
         with_intact_copies(&|error| suspects_of_open(&source, error), || {
-            let mut head = FileHead::read(Arc::clone(&source), base, self.cancel)?;
+            let head = self.head(&source, base)?;
             if shards::recognises(head.bytes()) {
                 return ShardIndex::read(head, self)?.open_wanted(self);
-            }
-            if self.pins.is_some() && !is_stream {
-                let source = self.pinned(Arc::clone(&source))?;
-                if head.bytes().starts_with(b"PK") {
-                    // Its directory is at its end.
-                    read_all(&[Arc::clone(&source)], &LoadOptions::default(), self.cancel)?;
-                }
-                head = FileHead::read(source, base, self.cancel)?;
             }
             head.open(self)
         })

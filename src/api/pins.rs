@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::catalog_part::Opening;
 use super::file::TensorFile;
+use super::head::FileHead;
 use super::selection::Selection;
 use crate::cancel::Cancel;
 use crate::codec::hash::Verify;
@@ -14,6 +15,7 @@ use crate::engine::workers::{self, WorkerRange};
 use crate::error::{Error, Result};
 use crate::fallible::try_zeroed;
 use crate::format::catalog::data_len;
+use crate::format::shards;
 use crate::io::{
     Capabilities, HubChecksum, HubPins, Pin, PinnedSource, ReadAt, WantedRead, agree, as_refs,
     read_exact_at,
@@ -75,15 +77,16 @@ impl TensorFile {
         let lens = pinned().map(|source| source.facts().len.unwrap_or(0));
         let wanted = selection.map_or(0, |selection| data_len(selection.entries.iter().copied()));
         if wanted.saturating_mul(2) < lens.fold(0, u64::saturating_add) {
-            read_all(&pinned().cloned().collect::<Vec<_>>(), options, cancel)?;
-            self.agree(cancel)?;
+            self.agree(options, cancel)?;
         }
         Ok(load_verify)
     }
 
     /// Ends the comparison of pinned files.
-    pub(super) fn agree(&self, cancel: &dyn Cancel) -> Result<()> {
-        self.sources().iter().try_for_each(|source| agree(&**source, cancel))
+    pub(super) fn agree(&self, options: &LoadOptions, cancel: &dyn Cancel) -> Result<()> {
+        let pinned: Vec<_> = self.sources().iter().filter(|one| is_pinned(one)).cloned().collect();
+        read_all(&pinned, options, cancel)?;
+        pinned.iter().try_for_each(|source| agree(&**source, cancel))
     }
 
     /// Returns the pins of those files that have a published checksum. Files with hashes of their
@@ -128,8 +131,25 @@ impl Opening<'_> {
         Ok(Some(Pin::new(*expected, "the caller expects")))
     }
 
+    /// Reads the first bytes of a file, which is compared while it is read if its SHA-256 is stated.
+    pub(super) fn head(&self, source: &Arc<dyn ReadAt>, base: u64) -> Result<FileHead> {
+        if source.facts().len.is_none() {
+            return FileHead::read(self.pinned(Arc::clone(source))?, base, self.cancel);
+        }
+        let head = FileHead::read(Arc::clone(source), base, self.cancel)?;
+        if self.pins.is_none() || shards::recognises(head.bytes()) {
+            return Ok(head);
+        }
+        let source = self.pinned(Arc::clone(source))?;
+        if head.bytes().starts_with(b"PK") {
+            // Its directory is at its end.
+            read_all(&[Arc::clone(&source)], &LoadOptions::default(), self.cancel)?;
+        }
+        FileHead::read(source, base, self.cancel)
+    }
+
     /// Compares a file while it is read, if its SHA-256 is stated.
-    pub(super) fn pinned(&self, source: Arc<dyn ReadAt>) -> Result<Arc<dyn ReadAt>> {
+    fn pinned(&self, source: Arc<dyn ReadAt>) -> Result<Arc<dyn ReadAt>> {
         Ok(match self.pin_of(&*source)? {
             Some(pin) => Arc::new(PinnedSource::new(source, pin)),
             None => source,

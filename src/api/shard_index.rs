@@ -258,10 +258,9 @@ fn open_all(
             ))
         })?;
         selection.index.check_same(file, &*source)?;
-        let source = opening.pinned(source)?;
         let opening = Opening { cancel: control, ..*opening };
         with_intact_copies(&|error| suspects_of_open(&source, error), || {
-            let head = FileHead::read(Arc::clone(&source), 0, control)?;
+            let head = opening.head(&source, 0)?;
             head.part((number, at_once), &opening)
         })
     })

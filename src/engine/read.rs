@@ -138,7 +138,9 @@ fn batches<D: Destination>(
     // their hash: readers must not need their memory, and their decryption no header that is read
     // later.
     let several = source.max_readers > 1;
-    let large_first = sha && several && !request.codec.decrypts() && any_order && facts.in_steps;
+    let is_pinned = request.files.iter().any(|file| file.facts().pin.is_some());
+    let in_any_order = any_order && !is_pinned && !request.codec.decrypts();
+    let large_first = sha && several && in_any_order && facts.in_steps;
     let seekable = request.files.iter().all(|file| file.facts().len.is_some());
     let batches = plan.batches(&limits, seekable)?;
     let jobs = plan_jobs(plan, batches, to, (step, max_single_chunk), large_first)?;

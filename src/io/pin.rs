@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-use crate::cancel::RetryableOnce;
+use crate::cancel::{POLL, RetryableOnce};
 use crate::codec::sha256::{Sha256, hex};
 use crate::mem::FilledPart;
+use crate::sys::process::PerProcess;
 use crate::sys::sync::unpoisoned;
 use crate::sys::to_usize;
 
@@ -17,8 +18,14 @@ pub struct Pin {
     expected: [u8; 32],
     /// The one that expects it, for messages: `the hub publishes`.
     by: &'static str,
+    /// A forked child has none of the threads that read.
+    state: PerProcess<PinState>,
+}
+
+#[derive(Default)]
+struct PinState {
     hashed: Mutex<Hashed>,
-    pub turn: Condvar,
+    turn: Condvar,
 }
 
 /// The bytes that are hashed: those before a position.
@@ -32,6 +39,14 @@ pub struct Hashed {
     /// The time at which the position changed last.
     pub moved: Instant,
     agreed: bool,
+}
+
+impl Default for Hashed {
+    fn default() -> Self {
+        let (sha, moved) = (Sha256::default(), Instant::now());
+        let states = vec![sha.state()];
+        Hashed { position: 0, sha, states, reading: BTreeMap::new(), moved, agreed: false }
+    }
 }
 
 impl Hashed {
@@ -48,21 +63,24 @@ impl Hashed {
 
 impl Pin {
     pub fn new(expected: [u8; 32], by: &'static str) -> Arc<Self> {
-        let sha = Sha256::default();
-        let hashed = Hashed {
-            position: 0,
-            states: vec![sha.state()],
-            sha,
-            reading: BTreeMap::new(),
-            moved: Instant::now(),
-            agreed: false,
-        };
-        let (hashed, turn) = (Mutex::new(hashed), Condvar::new());
-        Arc::new(Pin { expected, by, hashed, turn })
+        Arc::new(Pin { expected, by, state: PerProcess::new() })
     }
 
     pub fn hashed(&self) -> MutexGuard<'_, Hashed> {
-        unpoisoned(self.hashed.lock())
+        unpoisoned(self.state.get().hashed.lock())
+    }
+
+    /// Waits until another reader has ended, or for a moment.
+    pub fn wait(&self) {
+        let PinState { hashed, turn } = self.state.get();
+        drop(unpoisoned(turn.wait_timeout(unpoisoned(hashed.lock()), POLL)));
+    }
+
+    /// Hashes the file anew.
+    pub fn reset(&self) {
+        let mut hashed = self.hashed();
+        let reading = std::mem::take(&mut hashed.reading);
+        *hashed = Hashed { reading, ..Hashed::default() };
     }
 
     /// The number of bytes that were hashed, from the first on.
@@ -128,7 +146,7 @@ pub struct Range<'p> {
 impl Drop for Range<'_> {
     fn drop(&mut self) {
         self.pin.hashed().reading.remove(&self.start);
-        self.pin.turn.notify_all();
+        self.pin.state.get().turn.notify_all();
     }
 }
 

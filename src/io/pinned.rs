@@ -24,8 +24,9 @@ const PIECE: u64 = 8 << 20;
 const SMALL: u64 = 1 << 20;
 const PATIENCE: Duration = POLL;
 
-/// The error of a file that has another hash.
+/// The error of a file that has another hash, which the next load hashes anew.
 fn mismatch(pin: &Pin, facts: &Facts, found: String) -> Error {
+    pin.reset();
     Error::FileHashMismatch {
         uri: facts.uri.clone(),
         expected: pin.expected().into(),
@@ -69,15 +70,17 @@ impl PinnedSource {
 
     /// Waits until the bytes before a position are hashed. Reads those that no other reader reads;
     /// if they are many, when no reader has begun with them for this time.
-    fn reach(&self, target: u64, patience: Duration, cancel: &dyn Cancel) -> Result<()> {
+    fn reach(&self, target: u64, mut patience: Duration, cancel: &dyn Cancel) -> Result<()> {
         let (pin, mut hashed) = (&*self.pin, self.pin.hashed());
         while hashed.position < target {
             let start = hashed.position;
             let next = hashed.reading.keys().next().copied().unwrap_or(u64::MAX);
             let waits = target - start > SMALL && hashed.moved.elapsed() < patience;
             if next <= start || waits {
+                drop(hashed);
                 cancel.check()?;
-                hashed = unpoisoned(pin.turn.wait_timeout(hashed, POLL)).0;
+                pin.wait();
+                hashed = pin.hashed();
                 continue;
             }
             let end = target.min(next).min(start + PIECE);
@@ -92,6 +95,8 @@ impl PinnedSource {
             }
             pin.advance(bytes.get(..read).unwrap_or(&[]));
             drop(range);
+            // No other reader has begun with the rest.
+            patience = Duration::ZERO;
             hashed = pin.hashed();
         }
         Ok(())
@@ -108,6 +113,9 @@ impl PinnedSource {
         self.reach(self.len().min(start + CHUNK), Duration::ZERO, cancel)?;
         let position = self.pin.position();
         let complete = if position == self.len() { position } else { position - position % CHUNK };
+        if complete <= offset {
+            return Ok(0);
+        }
         let end = offset.saturating_add(into.remaining() as u64).min(complete);
         let stop = end.next_multiple_of(CHUNK).min(complete);
         let zeroed = |bytes: u64| try_zeroed(to_usize(bytes), || "a chunk".to_owned());
@@ -148,8 +156,10 @@ impl PinnedSource {
                 hashed.reading.insert(offset, end);
                 return Ok(Some((Range { pin, start: offset }, end)));
             }
+            drop(hashed);
             cancel.check()?;
-            hashed = unpoisoned(pin.turn.wait_timeout(hashed, POLL)).0;
+            pin.wait();
+            hashed = pin.hashed();
         }
         Ok(None)
     }

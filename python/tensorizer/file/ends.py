@@ -39,6 +39,11 @@ def _pool_of(frame: FrameType | None) -> Any:
     """Return the pool that runs the code of a frame; None if there is none."""
     while frame is not None:
         if frame.f_code is pools._worker.__code__:
-            return frame.f_locals["executor_reference"]()
+            found = frame.f_locals
+            pool = found["executor_reference"]()
+            if sys.version_info < (3, 13):
+                # Kept with the frame, it would keep the result of the work, too.
+                found.clear()
+            return pool
         frame = frame.f_back
     return None

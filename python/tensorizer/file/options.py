@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 from .._native import Call
 from .._numbers import check_number
 from .._types import Hashes, VerifyHash
-from . import hints
+from . import ends, hints  # noqa: F401  # before the interpreter ends
 from .arguments import check_num_readers, checked_memory_limit, checked_verification
 from .encryption import DecryptionParams, EncryptionParams, native_decryption
 

@@ -137,7 +137,7 @@ class TerminalBar:
         now = time.monotonic() - self._begun
         if self._ended or (done < total and now - self._shown < _REDRAW_SECONDS):
             return
-        self._ended = done >= total
+        self._ended = 0 < total <= done
         self._shown = now
         share = done / total if total else 1.0
         bar = "#" * int(_BAR_WIDTH * share)

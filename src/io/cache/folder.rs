@@ -80,6 +80,19 @@ impl Cache {
             && entry.file.metadata().is_ok_and(is_protected)
     }
 
+    /// Keeps a short text under a name, such as the commit that a branch of a hub points to.
+    pub fn note(&self, name: &str, text: &str) {
+        if self.noted(name).as_deref() != Some(text) && self.check_folder().is_ok() {
+            // Without it, the copies of the branch are not found while the hub is down.
+            let _ = fs::write(self.path(name).with_extension("note"), text);
+        }
+    }
+
+    /// The text that was kept under a name.
+    pub fn noted(&self, name: &str) -> Option<String> {
+        fs::read_to_string(self.path(name).with_extension("note")).ok()
+    }
+
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.folder.join(entry::file_name(name))
     }

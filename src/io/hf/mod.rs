@@ -86,6 +86,9 @@ impl Repo {
             };
             if commit.is_none() && response.commit.is_some() {
                 commit = response.commit;
+                if let (Some(cache), Some(commit)) = (&self.options.cache, &commit) {
+                    cache.note(self.hub()?.url(wanted).as_str(), commit);
+                }
                 if let Some(found) = self.find_cached(commit.as_deref(), &candidates) {
                     return Ok(found);
                 }
@@ -153,16 +156,9 @@ impl Repo {
     /// Hugging Face's client or, if the options allow that, in ours.
     fn copied_commit(&self, wanted: &HubAddress) -> Option<String> {
         let in_cache = || {
-            let cache = self.options.cache.as_ref()?;
-            let copies =
-                cache.entries().ok().filter(|_| cache.is_offline || cache.stale_if_error)?;
-            let paths: Vec<_> = wanted.candidates().into_iter().map(|file| file.path).collect();
-            // The last one was used last.
-            copies.iter().rev().find_map(|copy| {
-                let found = HubAddress::parse(&copy.uri).ok()?;
-                let is_wanted = found.repo == wanted.repo && paths.contains(&found.path);
-                is_wanted.then_some(found.revision)
-            })
+            let cache = self.options.cache.as_ref();
+            let cache = cache.filter(|cache| cache.is_offline || cache.stale_if_error)?;
+            cache.noted(self.hub().ok()?.url(wanted).as_str())
         };
         self.local.commit(wanted).or_else(in_cache)
     }

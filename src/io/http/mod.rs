@@ -221,7 +221,8 @@ fn sibling_opener(
 
 /// True if the cache has a complete copy of the file of a URL.
 pub fn has_copy(options: &OpenOptions, url: &Url) -> bool {
-    let found = options.cache.as_ref().and_then(|cache| cache.latest(&cache_key(url)?));
+    let cache = options.cache.as_ref().filter(|_| options.transport.trust != Trust::Anything);
+    let found = cache.and_then(|cache| cache.latest(&cache_key(url)?));
     found.is_some_and(|entry| entry.is_complete())
 }
 

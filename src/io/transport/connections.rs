@@ -23,7 +23,6 @@ use crate::sys::process::{DropInOwner, PerProcess};
 const MIN_LOOPS: usize = 8;
 
 /// An event loop, which several threads may drive.
-#[derive(Clone)]
 pub struct EventLoop(Arc<OwnedRuntime>);
 
 struct OwnedRuntime(Option<Runtime>);
@@ -54,6 +53,15 @@ impl EventLoop {
                 budget.check()?;
             }
         })
+    }
+}
+
+/// Lets a shared loop close the connections of a client that was dropped.
+impl Drop for EventLoop {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.0.as_ref().filter(|_| Arc::strong_count(&self.0) > 1) {
+            runtime.block_on(tokio::task::yield_now());
+        }
     }
 }
 
@@ -105,20 +113,21 @@ impl<C> ConnectionPool<C> {
         budget: &RetryBudget<'_>,
         make: impl AsyncFnOnce() -> Result<C, Failure>,
     ) -> Result<PooledConnection<C>, Failure> {
-        let events = {
+        let shared = {
             let mut loops = self.loops.get().lock();
             loops.retain(|events| events.strong_count() > 0);
-            let shared = loops.iter().min_by_key(|events| events.strong_count());
             let is_full = loops.len() >= MIN_LOOPS.max(cpu_count());
-            match shared.filter(|_| is_full).and_then(Weak::upgrade) {
-                Some(shared) => EventLoop(shared),
-                None => {
-                    let new = EventLoop::new()?;
-                    loops.push(Arc::downgrade(&new.0));
-                    new
-                }
-            }
+            let fewest = loops.iter().min_by_key(|events| events.strong_count());
+            fewest.filter(|_| is_full).and_then(Weak::upgrade).map(EventLoop)
         };
+        // Made without the lock: that may wait for the GIL, and a fork for the lock.
+        let events = shared.map_or_else(EventLoop::new, Ok)?;
+        let is_known = |known: &Weak<OwnedRuntime>| known.as_ptr() == Arc::as_ptr(&events.0);
+        let mut loops = self.loops.get().lock();
+        if !loops.iter().any(is_known) {
+            loops.push(Arc::downgrade(&events.0));
+        }
+        drop(loops);
         let client = events.run(budget, make())?;
         Ok(DropInOwner::new(Connection { client, events }))
     }

@@ -65,8 +65,9 @@ impl Failure {
     /// The same failure, of a request to the target of an earlier redirect. A refusal there is
     /// retried from the first address.
     pub fn if_redirected(self, redirected: bool) -> Self {
-        use io::ErrorKind::{NotFound, Other, PermissionDenied};
-        let refused = matches!(self.error.kind(), NotFound | PermissionDenied | Other);
+        use io::ErrorKind::{InvalidInput, NotFound, Other, PermissionDenied};
+        let refused =
+            matches!(self.error.kind(), NotFound | PermissionDenied | Other | InvalidInput);
         if redirected && refused && self.repeat == Repeat::Never {
             return Failure { repeat: Repeat::Attempts, ..self };
         }

@@ -46,7 +46,7 @@ impl TransportOptions {
     /// an error.
     pub fn from_environment() -> Result<Self> {
         let traffic = traffic::current();
-        traffic.limit(MAX_BYTES_PER_SECOND.value()?);
+        traffic.set_default_limit(MAX_BYTES_PER_SECOND.value()?);
         Ok(TransportOptions {
             headers: Vec::new(),
             trust: Trust::Default,

@@ -159,7 +159,7 @@ pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> 
             let to = to.filter(|to| !to.contains('@')).map_or(String::new(), |to| {
                 format!("; it redirects to `{}`", Shortened(show_text(&to)))
             });
-            Failure::permanent(ErrorKind::Other, what + &to)
+            Failure::permanent(ErrorKind::InvalidInput, what + &to)
         }
     };
     let text = format!("{failure}{}", request_ids(headers));

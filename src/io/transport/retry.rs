@@ -85,7 +85,7 @@ impl<'o> RetryBudget<'o> {
 
     /// The pause after some bytes, if the call may not move more per second. It does not count.
     pub fn pace(&self, bytes: u64) -> Option<Duration> {
-        let pause = self.options.traffic.pace(bytes)?;
+        let pause = self.options.traffic.pause_after(bytes)?;
         self.waited.set(self.waited.get().saturating_add(pause));
         Some(pause)
     }
@@ -161,9 +161,10 @@ impl<'o> RetryBudget<'o> {
         if failure.is_ended() {
             return Err(self.error(failure));
         }
-        tries.count(&failure, self.position.get());
         let kind = failure.error.kind();
         let is_refused = self.opening && kind == io::ErrorKind::ConnectionRefused;
+        let is_counted = failure.repeat == Repeat::Attempts && !is_refused;
+        tries.count(is_counted, self.position.get());
         let asked = failure.retry_after;
         let backoff = || backoff(tries.without_progress);
         let pause = asked.map_or_else(backoff, |asked| asked.max(FIRST_PAUSE));
@@ -176,7 +177,6 @@ impl<'o> RetryBudget<'o> {
                 Some(format!("TENSORIZER_ATTEMPTS ({})", self.options.attempts))
             }
             _ if !out_of_time => {
-                let is_counted = failure.repeat == Repeat::Attempts && !is_refused;
                 let time = if is_refused { START_TIME } else { self.options.total };
                 self.report(&failure, tries, (!is_counted).then_some(time));
                 return cancel::sleep(pause, self.cancel);
@@ -214,7 +214,7 @@ struct Tries {
 }
 
 impl Tries {
-    fn count(&mut self, failure: &Failure, position: u64) {
+    fn count(&mut self, is_counted: bool, position: u64) {
         let has_progress = position.saturating_sub(self.position) >= BYTES_A_SECOND;
         self.position = position;
         self.all += 1;
@@ -222,7 +222,7 @@ impl Tries {
             (self.without_progress, self.counted) = (1, 0);
         } else {
             self.without_progress += 1;
-            self.counted += u32::from(failure.repeat == Repeat::Attempts);
+            self.counted += u32::from(is_counted);
         }
     }
 }
