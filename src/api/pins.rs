@@ -97,6 +97,11 @@ impl TensorFile {
         cancel: &dyn Cancel,
     ) -> Result<Vec<Option<Arc<Pin>>>> {
         let sources = self.sources();
+        let may_have_pin =
+            |source: &Arc<dyn ReadAt>| source.facts().is_of_hub() || is_pinned(source);
+        if !has_own_hashes && !sources.iter().any(may_have_pin) {
+            return Err(self.no_hashes(self.uri(), ""));
+        }
         let published =
             workers::map(MAX_CHECKSUM_REQUESTS, &*sources, cancel, |source, control| {
                 let server = source.facts().server.as_ref().filter(|_| !is_pinned(source));

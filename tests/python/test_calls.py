@@ -410,7 +410,7 @@ def test_headers_and_the_name_of_the_product_reach_every_request(data, moto_keys
 
     monkeypatch.setenv("AWS_SDK_UA_APP_ID", "my-server")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "acc")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5a2V5a2V5a2V5")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "hu5hw0rdhu5hw0rd")
     headers = {"X-Trace": "trace-1"}
     with Seen() as server:
         url = f"http://127.0.0.1:{server.port}"

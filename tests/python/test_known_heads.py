@@ -212,7 +212,7 @@ def test_archives_of_torch(nginx, root):
 
 
 @pytest.mark.parametrize(
-    "place", ["f.tensors", "f.tensors?token=hidden-hu5hw0rd#x", "model/", "model"]
+    "place", ["f.tensors", "f.tensors?token=hidden-hu5hw0rd", "model/", "model"]
 )
 def test_secrets_of_addresses(nginx, place):
     address = f"http://user:word-hu5hw0rd@127.0.0.1:{nginx.port}/auth/{place}"

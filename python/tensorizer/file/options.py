@@ -30,8 +30,8 @@ class ReadOptions(TypedDict, total=False):
         verify_hash: Compare every tensor with the hashes in the file. A tensor without hashes
             raises an error, and so does a file of a format without hashes. ``"crc32"`` compares the
             CRC-32 only, which finds accidental damage and costs little. With True, the bytes of
-            files of a hub (``hf://``) are first compared with the SHA-256 that it publishes. They
-            are then read twice: the tensors come from a second transfer, which is not hashed again.
+            files of a hub (``hf://``) are compared with the SHA-256 that it publishes, as those of
+            ``sha256`` are.
         sha256: The SHA-256 that the file must have, in hexadecimal; or those of several files by
             name, such as an index and its shards. Other bytes are a ``DamagedFileError``, and no
             tensor is returned before the whole file was compared: while it is read or, if less than
