@@ -53,6 +53,7 @@ pub fn collect_all<T>(items: impl Iterator<Item = Result<T>>) -> Result<Vec<T>> 
 }
 
 /// Resizes a vector to `len` bytes; new bytes are zero.
+#[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn try_resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
     try_reserve(out, len.saturating_sub(out.len()), what)?;
     out.resize(len, 0);

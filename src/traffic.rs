@@ -1,4 +1,5 @@
 //! The requests of one call to its servers: they are counted, and repeated ones are reported.
+#![cfg_attr(not(any(feature = "http", feature = "redis")), allow(dead_code))]
 
 use std::cell::RefCell;
 use std::fmt;
