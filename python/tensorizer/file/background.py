@@ -93,12 +93,17 @@ class SaveFuture(Future[None]):
         return asyncio.wrap_future(self).__await__()
 
     def _run(
-        self, names: list[Name], tensors: list[list[torch.Tensor]], uri: str, safetensors: bool
+        self,
+        call: _native.Call,
+        names: list[Name],
+        tensors: list[list[torch.Tensor]],
+        uri: str,
+        safetensors: bool,
     ) -> None:
         """Save; ``tensors`` is emptied, so that no copy is left when the result is known."""
         error = None
         try:
-            with self._file as file:
+            with call, self._file as file:
                 write = file.write_safetensors if safetensors else file.write_leaves
                 write(names, tensors.pop())
         except BaseException as raised:
@@ -227,9 +232,10 @@ def save_async(
     size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
     with fake_mode.suspended():
         boxed = [_copied(values)]
+    call = _native.Call("save_async", options.get("timeout"), True)
     file = FileWriter(uri, allow_meta=allow_meta, closes_stream=False, **options)
     future = SaveFuture(file, size)
-    _start(future, names, boxed, str(uri), safetensors)
+    _start(future, call, names, boxed, str(uri), safetensors)
     return future
 
 

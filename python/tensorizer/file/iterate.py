@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .._native import Call
 from .._numbers import check_number
 from .._types import FilterFuncType, NameT
 from ..tensors import fake_mode
@@ -111,7 +112,7 @@ def iterate(
             "sha256: the hash of a file is known at its end only, and iterate() yields tensors "
             "before: use load(), or run `tensorizer verify --sums` first"
         )
-    reporter = ProgressReporter(progress)
+    call, reporter = Call("iterate", options.get("timeout")), ProgressReporter(progress)
     request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)
 
     opened = functools.partial(
@@ -129,14 +130,13 @@ def iterate(
         if members.size > 1:
             from .collective_load import open_iterator  # as above
 
-            return _LoadIterator(
-                reporter, *open_iterator(members, opened, planned, reporter, buffer_bytes)
-            )
+            opened_all = open_iterator(members, opened, planned, reporter, buffer_bytes)
+            return _LoadIterator(call, reporter, *opened_all)
     file = opened(wanted=request.wanted_names())
     try:
         plan = planned(file)
         batches = ReadAhead(plan, plan.device, buffer_bytes, ready=order == "ready")
-        return _LoadIterator(reporter, file, plan, batches)
+        return _LoadIterator(call, reporter, file, plan, batches)
     except BaseException:
         file.close()
         raise
@@ -147,12 +147,13 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
 
     def __init__(
         self,
+        call: Call,
         reporter: ProgressReporter,
         file: OpenFile,
         plan: LoadPlan,
         batches: Exchange | ReadAhead,
     ) -> None:
-        self._reporter, self._file = reporter, file
+        self._call, self._reporter, self._file = call, reporter, file
         self._plan, self._batches = plan, batches
         self._names = plan.keys_by_number()
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()
@@ -193,7 +194,9 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             # error.
             self._waiting_thread = threading.get_ident()
             try:
-                loaded = next(self._batches)
+                with self._call:
+                    self._reporter.attach()
+                    loaded = next(self._batches)
             except StopIteration:
                 self._reporter.finish()
                 raise

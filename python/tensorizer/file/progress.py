@@ -56,13 +56,17 @@ class ProgressReporter:
             self._callback = progress
         elif progress and sys.stderr is not None and sys.stderr.isatty():
             self._callback = TerminalBar().show
-        if self._callback is not None:
-            set_heartbeat(self._beat)
         self.total = total
         self.waits_for_flush = False
         self._done = -1
         self._called = time.monotonic()
         self._parts: list[int] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Report at least once a second during the call that this thread is in."""
+        if self._callback is not None:
+            set_heartbeat(self._beat)
 
     def part(self) -> Callable[[int], None] | None:
         """Return a function to report the bytes done of one file; None if no progress is wanted."""
