@@ -36,7 +36,7 @@ const BURST: Duration = Duration::from_millis(100);
 pub struct TrafficCount {
     /// Requests to servers, repeated ones included.
     pub requests: u64,
-    /// Those that repeat a failed one.
+    /// Requests that repeat a failed one.
     pub retries: u64,
     /// Bytes of bodies that servers have sent or taken.
     pub network_bytes: u64,

@@ -1,7 +1,9 @@
 //! Files whose SHA-256 is known: their hub publishes it, or the caller has stated it. No tensor is
 //! handed out before the whole file was compared.
 
+use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::catalog_part::Opening;
 use super::file::TensorFile;
@@ -177,25 +179,37 @@ pub fn read_all(
     let readers = WorkerRange::of(&capabilities, options.readers).initial;
     let readers = readers.saturating_mul(sources.len().min(MAX_FILES_AT_ONCE));
     let readers = memory.load(&LoadNeeds { readers, reader_bytes, ..LoadNeeds::default() })?;
+    // The rest of each file.
     let rest = |source: &&dyn ReadAt| {
-        let (facts, pin) = (source.facts(), source.facts().pin.as_ref());
-        let start = pin.filter(|pin| !pin.has_agreed()).map_or(u64::MAX, |pin| pin.position());
-        start..facts.len.unwrap_or(0)
+        let pin = source.facts().pin.as_ref().filter(|pin| !pin.has_agreed());
+        let end = source.facts().len.unwrap_or(0);
+        pin.map_or(end, |pin| pin.position())..end
     };
-    let wanted = |source: &&dyn ReadAt| source.facts().will_read(rest(source).count() as u64);
-    let _wanted: Vec<WantedRead> = sources.iter().filter_map(wanted).collect();
-    let pieces = sources.iter().flat_map(|source| {
-        rest(source).step_by(to_usize(piece)).map(move |start| (*source, start))
-    });
-    // Files in turn: each is hashed by one core at a time.
-    let mut pieces: Vec<(&dyn ReadAt, u64)> = pieces.collect();
-    pieces.sort_by_key(|(_, start)| *start);
-    workers::map(readers.readers, pieces, cancel, |(source, start), control| {
-        let len = source.facts().len.unwrap_or(0).saturating_sub(start).min(piece);
-        let mut buffer = try_zeroed(to_usize(len), || "a file that is hashed".to_owned())?;
-        let what = || "bytes that are hashed for its checksum".to_owned();
-        Buffers::from_slice(&mut buffer)
-            .with_observer(control, |buffers| read_exact_at(source, start, buffers, &what, control))
-    })?;
-    Ok(())
+    let rest: Vec<Range<u64>> = sources.iter().map(rest).collect();
+    let lens = || rest.iter().map(|rest| rest.end.saturating_sub(rest.start));
+    let wanted = sources.iter().zip(lens());
+    let _wanted: Vec<WantedRead> =
+        wanted.filter_map(|(source, len)| source.facts().will_read(len)).collect();
+    let rounds = lens().map(|len| len.div_ceil(piece)).max().unwrap_or(0);
+    // Files in turn, as each is hashed by one core at a time. A server may state any length, so
+    // that the pieces are not listed.
+    let (count, next) = (sources.len() as u64, AtomicU64::new(0));
+    workers::run(readers.readers, cancel, |control| {
+        while !control.stopped() {
+            let turn = next.fetch_add(1, Ordering::Relaxed);
+            if turn / count >= rounds {
+                break;
+            }
+            let number = to_usize(turn % count);
+            let Some((source, rest)) = sources.get(number).zip(rest.get(number)) else { break };
+            let start = rest.start.saturating_add((turn / count).saturating_mul(piece));
+            let len = rest.end.saturating_sub(start).min(piece);
+            let mut buffer = try_zeroed(to_usize(len), || "a file that is hashed".to_owned())?;
+            let what = || "bytes that are hashed for its checksum".to_owned();
+            Buffers::from_slice(&mut buffer).with_observer(control, |buffers| {
+                read_exact_at(*source, start, buffers, &what, control)
+            })?;
+        }
+        Ok(())
+    })
 }

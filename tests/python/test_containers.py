@@ -1,7 +1,6 @@
 """The Dockerfiles, the workflows and the manifest name what is there, and what they start runs."""
 
 import contextlib
-import http.server
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import tensorizer
 import torch
 import yaml
 from conftest import ROOT
+from scripted import FaultServer
 from servers import free_port
 
 EXAMPLE = ROOT / "examples/kubernetes"
@@ -205,37 +205,18 @@ def test_the_server_ends_by_a_signal_as_process_1(state, data_server):
 
 @pytest.fixture
 def data_server(tmp_path):
-    """Serve a model whose tensors come when an event is set."""
+    """Serve a model, whose answers wait until an event is set."""
     path = tmp_path / "m.safetensors"
     tensorizer.save({"a": torch.ones(1_000_000)}, path)
-    data, hold, asked = path.read_bytes(), threading.Event(), threading.Event()
+    hold, asked = threading.Event(), threading.Event()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            begin, end = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups()
-            part = data[int(begin) : int(end) + 1]
-            self.send_response(206)
-            self.send_header("ETag", '"1"')
-            self.send_header("Content-Length", str(len(part)))
-            self.send_header(
-                "Content-Range", f"bytes {begin}-{int(begin) + len(part) - 1}/{len(data)}"
-            )
-            self.end_headers()
-            self.wfile.write(part[:1000])
-            asked.set()
-            hold.wait()
-            with contextlib.suppress(OSError):
-                self.wfile.write(part[1000:])
+    def wait(number, start, end):
+        asked.set()
+        hold.wait(60)
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/m.safetensors", hold, asked
-    hold.set()
-    server.shutdown()
-    server.server_close()
+    with FaultServer(path.read_bytes(), wait) as server:
+        yield server.url, hold, asked
+        hold.set()
 
 
 @pytest.fixture

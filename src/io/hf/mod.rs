@@ -158,7 +158,8 @@ impl Repo {
         let in_cache = || {
             let cache = self.options.cache.as_ref();
             let cache = cache.filter(|cache| cache.is_offline || cache.stale_if_error)?;
-            cache.noted(self.hub().ok()?.url(wanted).as_str())
+            let noted = cache.noted(self.hub().ok()?.url(wanted).as_str());
+            noted.filter(|commit| address::is_commit(commit))
         };
         self.local.commit(wanted).or_else(in_cache)
     }

@@ -30,7 +30,7 @@ const SDK_NAME: &str = "x-amz-user-agent";
 #[derive(Debug, Clone)]
 pub struct SdkClient {
     client: Client,
-    /// Those of the caller, which are not signed.
+    /// Headers of the caller, which are not signed.
     headers: Vec<(String, String)>,
     /// Bytes of bodies that were sent.
     pub sent: Arc<AtomicU64>,
