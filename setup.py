@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -181,30 +182,24 @@ def strip_symbols(package: Path) -> None:
         subprocess.run([str(strip), "--strip-unneeded", str(library)], check=True)
 
 
+def ask_cargo(*command: str) -> str:
+    """Return what Cargo says of the workspace."""
+    manifest = ["--locked", "--manifest-path", "Cargo.toml"]
+    command = ("cargo", *command, *manifest)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit("the packages that are linked are not known: see the message of Cargo above.")
+    return done.stdout
+
+
+@functools.cache
 def linked_packages() -> list[dict[str, Any]]:
     """Return the packages that are linked into the libraries, as Cargo describes them."""
-    command = ["cargo", "metadata", "--format-version=1", "--locked", "--filter-platform"]
-    command += [f"{platform.machine()}-unknown-linux-gnu", "--manifest-path", "Cargo.toml"]
-    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
-    packages = {package["id"]: package for package in found["packages"]}
-    needs = {
-        node["id"]: [
-            needed["pkg"]
-            for needed in node["deps"]
-            if any(kind["kind"] is None for kind in needed["dep_kinds"])
-        ]
-        for node in found["resolve"]["nodes"]
-    }
-    seen: set[str] = set()
-    waiting = list(found["workspace_members"])
-    while waiting:
-        package = waiting.pop()
-        is_macro = any("proc-macro" in one["kind"] for one in packages[package]["targets"])
-        if package not in seen and not is_macro:
-            seen.add(package)
-            waiting += needs[package]
-    linked = [packages[package] for package in seen if packages[package]["source"]]
-    return sorted(linked, key=lambda package: (package["name"], package["version"]))
+    shown = ["--prefix=none", "--format={p}", "--edges=normal,no-proc-macro"]
+    linked = set(ask_cargo("tree", "--workspace", *shown).splitlines())
+    packages = json.loads(ask_cargo("metadata", "--format-version=1"))["packages"]
+    found = [one for one in packages if f"{one['name']} v{one['version']}" in linked]
+    return sorted(found, key=lambda package: (package["name"], package["version"]))
 
 
 def libsodium(package: dict[str, Any], name: str) -> str:
@@ -293,7 +288,8 @@ def dependencies() -> list[str]:
     return [f"torch{ours}", "numpy>=1.22,<3"]
 
 
-if shutil.which("cargo"):
+# Read by setup(): the licences are a part of the metadata of a wheel.
+if {"bdist_wheel", "dist_info"} & set(sys.argv) and shutil.which("cargo"):
     write_notices()
 
 setup(

@@ -1,11 +1,12 @@
-"""An exporter for Prometheus: the statistics of this process at http://HOST:PORT/metrics.
+"""Exports the statistics of loads in the format of Prometheus.
 
-python metrics.py PORT FILE...: loads files while it serves, as your server would.
+python metrics.py PORT FILE...: loads files as your server would, and has the statistics of this
+process at http://HOST:PORT/metrics.
 """
 
 import sys
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import tensorizer
@@ -34,7 +35,7 @@ class Metrics(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer(("", int(sys.argv[1])), Metrics)
+    server = HTTPServer(("", int(sys.argv[1])), Metrics)
     Thread(target=server.serve_forever, daemon=True).start()
     for file in sys.argv[2:]:
         tensorizer.load(file, "cpu")

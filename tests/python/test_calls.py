@@ -7,15 +7,13 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-import urllib.request
 
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT, assert_same, run_python, start_python
+from conftest import assert_same, run_python, start_python
 from scripted import FaultServer, Scripted, silent
 from servers import free_port
 from tensorizer import ClosedError, TensorDeserializer, TensorSerializer
@@ -433,24 +431,6 @@ def test_headers_and_the_name_of_the_product_reach_every_request(data, moto_keys
                 assert named["user-agent"].startswith(f"tensorizer/{tensorizer.__version__}")
                 is_s3 = "AWS4" in named.get("authorization", "")
                 assert is_s3 == ("app/my-server" in named.get("x-amz-user-agent", "")), named
-
-
-def test_the_exporter_for_prometheus(data, tmp_path):
-    (tmp_path / "f.tensors").write_bytes(data)
-    port = free_port()
-    command = [sys.executable, ROOT / "examples/metrics.py", str(port), tmp_path / "f.tensors"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
-        for _ in range(300):
-            with contextlib.suppress(OSError):
-                text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-                if "calls" in text:
-                    break
-            time.sleep(0.1)
-        server.communicate(b"\n")
-    found = dict(re.fullmatch(r"(\w+) ([\d.e+-]+)", line).groups() for line in text.splitlines())
-    assert found["tensorizer_calls_total"] == "1" and found["tensorizer_errors_total"] == "0"
-    assert found["tensorizer_bytes_total"] == str(8 * MB)
-    assert found["tensorizer_running"] == "0"
 
 
 # Riding out

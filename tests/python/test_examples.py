@@ -1,18 +1,23 @@
 """The examples in Python run as programs, and do what they say."""
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+import time
+import urllib.request
 
 import pytest
 import tensorizer
 import torch
 from conftest import ROOT, assert_same
+from servers import free_port
 from tensorizer import CryptographyError, DecryptionParams, HashMismatchError, TensorDeserializer
 
 pytestmark = pytest.mark.extended
@@ -82,7 +87,7 @@ def assert_holds(path, tensors, **how):
 def test_every_example_is_run():
     here = (ROOT / "tests/python/test_examples.py").read_text()
     programs = {path.name for path in EXAMPLES.glob("*.py")} - {"small_model.py"}
-    assert len(programs) == 9
+    assert len(programs) == 10
     assert [name for name in programs if f'"{name}"' not in here] == []
     listed = (EXAMPLES / "README.md").read_text()
     for name in programs:
@@ -268,3 +273,22 @@ def test_a_checkpoint_of_several_processes(python, tmp_path):
     halves = [part[name] for part in loaded for name in part if name.startswith("model.0.weight")]
     torch.manual_seed(0)
     assert_same(torch.cat(halves), torch.nn.Linear(64, 48).weight.detach())
+
+
+def test_the_exporter_for_prometheus(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save({"weight": torch.ones(1000, 1000)}, path)
+    port = free_port()
+    command = [sys.executable, EXAMPLES / "metrics.py", str(port), path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+                if "calls" in text:
+                    break
+            time.sleep(0.1)
+        server.communicate(b"\n")
+    found = dict(re.fullmatch(r"(\w+) ([\d.e+-]+)", line).groups() for line in text.splitlines())
+    assert found["tensorizer_calls_total"] == "1" and found["tensorizer_errors_total"] == "0"
+    assert found["tensorizer_bytes_total"] == str(4_000_000)
+    assert found["tensorizer_running"] == "0"
