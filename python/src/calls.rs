@@ -236,6 +236,12 @@ pub fn running(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     all.into_iter().map(row).collect()
 }
 
+/// Returns the seconds until the time limit of the call that this thread is in; None without one.
+#[pyfunction]
+pub fn time_left() -> Option<f64> {
+    LIMIT.get().map(|(end, _)| end.saturating_duration_since(Instant::now()).as_secs_f64())
+}
+
 /// Ends a call whose time limit has passed.
 fn check_limit() -> Result<()> {
     let Some((_, seconds)) = LIMIT.get().filter(|(end, _)| *end <= Instant::now()) else {
@@ -266,7 +272,7 @@ fn check_with_gil(py: Python<'_>, reads: bool) -> PyResult<bool> {
         return Ok(false);
     }
     let is_ending = IS_ENDING.get_or_try_init(py, || {
-        py.import("tensorizer.file.ends")?.getattr("is_ending").map(Bound::unbind)
+        py.import("tensorizer._calls")?.getattr("is_ending").map(Bound::unbind)
     })?;
     is_ending.call0(py)?.extract(py)
 }

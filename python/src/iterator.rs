@@ -23,6 +23,8 @@ pub struct TensorIterator {
     closer: Closer,
     /// State that is shared with other loads of the file.
     loads: Arc<LoadState>,
+    /// How often the file was closed before.
+    closed: u64,
     uri: String,
 }
 
@@ -34,6 +36,7 @@ impl TensorIterator {
             tensors: Mutex::new(Some(tensors)),
             holder: LockHolder::default(),
             closer,
+            closed: loads.closed(),
             loads,
             uri: uri.to_owned(),
         }
@@ -51,7 +54,7 @@ impl TensorIterator {
         let tensors = held.as_mut().ok_or_else(closed)?;
         let cancel = || {
             let bytes = (self.closer.moved(), self.closer.arrived());
-            self.loads.report_and_check(&self.uri, self.loads.closed(), bytes)
+            self.loads.report_and_check(&self.uri, self.closed, bytes)
         };
         let (loaded, numbers) = tensors.next(&cancel)?;
         self.loads.watch.tick(self.closer.moved(), 0)?;

@@ -70,7 +70,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
     add_functions!(module,
-        calls::check_wait; calls::running; calls::set_heartbeat; text::convert_bytes;
+        calls::check_wait; calls::running; calls::set_heartbeat; calls::time_left; text::convert_bytes;
         forget_environment; unknown_variables; slicing::as_bytes; slicing::plan_parts;
         slicing::with_earlier; slicing::announce; namespaces::dicts_with_value;
         open::check_target; open::check_tensors_name; open::local_path; open::model_files;

@@ -152,11 +152,6 @@ impl Reader {
         self.loads.report_fallback(why);
     }
 
-    /// Ends loads that are under way on other threads, and refuses new ones.
-    fn stop(&self) {
-        self.loads.stop();
-    }
-
     /// Returns the same file with slices of some of its tensors as its only tensors. Each is given
     /// by its number, and first index and end in each dimension, or None for the whole tensor.
     #[allow(clippy::type_complexity)]

@@ -35,15 +35,15 @@ impl Watch {
         let _ = self.callback.set(callback);
     }
 
-    /// Reports the bytes that a running call has moved, on the thread that checks for signals; at
-    /// intervals, those that have arrived. An exception of the callable ends the call.
+    /// Reports the bytes that a running call has moved, on the thread that checks for signals; while
+    /// nothing more is moved, at intervals those that have arrived. An exception of the callable ends the call.
     pub fn tick(&self, moved: u64, arrived: u64) -> Result<()> {
         let Some(callback) = self.callback.get() else { return Ok(()) };
         let mut last = self.last_report.lock();
-        let is_late = last.is_none_or(|last| last.elapsed() >= HEARTBEAT);
+        let is_late = last.get_or_insert_with(Instant::now).elapsed() >= HEARTBEAT;
         let done = if is_late { arrived.max(moved) } else { moved };
         let sum = self.ended_bytes.load(Ordering::Relaxed).saturating_add(done);
-        if self.reported.fetch_max(sum, Ordering::Relaxed) >= sum {
+        if self.reported.fetch_max(sum, Ordering::Relaxed) >= sum && !is_late {
             return Ok(());
         }
         *last = Some(Instant::now());
@@ -86,7 +86,6 @@ impl Default for ReadOptions {
 #[derive(Default)]
 pub struct LoadState {
     reading: ForkSafeMutex<ReadOptions>,
-    stopped: AtomicBool,
     /// The number of times that its file was closed.
     closed: AtomicU64,
     pub watch: Watch,
@@ -102,11 +101,6 @@ impl LoadState {
     /// The state of the loads of a file whose requests are counted here.
     pub fn counted_in(traffic: &Arc<Traffic>) -> Self {
         LoadState { traffic: Arc::clone(traffic), ..LoadState::default() }
-    }
-
-    /// Ends loads that are under way, and refuses new ones.
-    pub fn stop(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
     }
 
     /// Ends loads that are under way.
@@ -166,7 +160,7 @@ impl LoadState {
         closed: u64,
         (moved, arrived): (u64, u64),
     ) -> Result<()> {
-        if self.closed() != closed || self.stopped.load(Ordering::Relaxed) {
+        if self.closed() != closed {
             return Err(Error::Closed(format!("the load of `{uri}` was stopped before its end")));
         }
         signals()?;

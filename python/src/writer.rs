@@ -43,8 +43,6 @@ pub struct TensorWriter {
     uri: String,
     progress: Arc<AtomicU64>,
     watch: Watch,
-    /// The time limit of each call, in seconds.
-    timeout: Option<f64>,
     traffic: Arc<Traffic>,
 }
 
@@ -60,7 +58,6 @@ struct WriterArguments {
     clear_metadata: bool,
     memory: Option<u64>,
     reserved_memory: u64,
-    timeout: Option<f64>,
 }
 
 impl WriterArguments {
@@ -111,8 +108,7 @@ impl Drop for TensorWriter {
 
 impl TensorWriter {
     fn new(sink: Result<Box<dyn WriteAt>>, base: u64, arguments: WriterArguments) -> Outcome<Self> {
-        let (timeout, options) = (arguments.timeout, arguments.options()?);
-        let inner = tensorizer::Writer::new(sink?, base, options)?;
+        let inner = tensorizer::Writer::new(sink?, base, arguments.options()?)?;
         Ok(TensorWriter {
             progress: inner.progress(),
             owner: OwnerProcess::current(),
@@ -120,7 +116,6 @@ impl TensorWriter {
             inner: Mutex::new(inner),
             holder: LockHolder::default(),
             watch: Watch::default(),
-            timeout,
             traffic: traffic::current(),
         })
     }
@@ -146,7 +141,7 @@ impl TensorWriter {
         };
         let _mark = self.holder.mark();
         let inner = &mut *inner;
-        let part = enter_part(SAVING, &self.uri, self.timeout, &self.traffic);
+        let part = enter_part(SAVING, &self.uri, None, &self.traffic);
         Ok(gil::without(py, || body(inner)).inspect_err(|error| part.failed(error))?)
     }
 

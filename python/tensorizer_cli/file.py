@@ -68,10 +68,13 @@ def stated_hashes(options: argparse.Namespace) -> dict[str, Any]:
     """Return the option ``sha256`` of the file that a command reads, if it is stated."""
     if options.sums is None:
         return {} if options.sha256 is None else {"sha256": options.sha256}
-    path = options.sums
-    rows = (line.split(maxsplit=1) for line in Path(path).read_text().splitlines() if line.strip())
-    by_name = {name.strip().lstrip("*").rsplit("/", 1)[-1]: digits for digits, name in rows}
-    return {"sha256": by_name}
+    by_name: dict[str, set[str]] = {}
+    for line in Path(options.sums).read_text().splitlines():
+        digits, _, name = line.strip().partition(" ")
+        by_name.setdefault(name.strip().lstrip("*").rpartition("/")[2], set()).add(digits)
+    # Of two files in different folders with one name, neither is known.
+    known = {name: digits.pop() for name, digits in by_name.items() if name and len(digits) == 1}
+    return {"sha256": known}
 
 
 def checkpoint_folder(file: str) -> str | None:

@@ -11,7 +11,7 @@ from tensorizer import DecryptionParams
 from tensorizer._types import VerifyHash
 from tensorizer.file.arguments import named_device
 from tensorizer.file.encryption import key_of
-from tensorizer.file.options import check_reading
+from tensorizer.file.options import ReadOptions, check_reading
 from tensorizer.stream_io import open_stream
 
 if TYPE_CHECKING:
@@ -31,7 +31,11 @@ class LoaderOptions:
         device: The device of the tensors; None for the model's.
         encryption_keyfile: A file or address with the key: 32 bytes, or 64 hexadecimal digits.
         cache_dir: A folder that caches data from servers; None for ``TENSORIZER_CACHE``.
+        stale_if_error: Use a complete copy of the cache if its server fails.
         memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_MB``.
+        max_bytes_per_second: The most bytes per second that a rank receives from servers.
+        headers: Header fields of the requests to the servers of the files.
+        timeout: The seconds that the load of a file may take.
         distributed: True if ranks read the weights once and give them to each other, False if each
             reads all. ``"auto"``: True, except for local files that are loaded to the CPU, and for
             servers if the first rank has a cache, which the processes of a machine fill together.
@@ -45,7 +49,11 @@ class LoaderOptions:
     device: str | None = None
     encryption_keyfile: str | None = None
     cache_dir: str | None = None
+    stale_if_error: bool = False
     memory_limit: int | None = None
+    max_bytes_per_second: int | None = None
+    headers: dict[str, str] | None = None
+    timeout: float | None = None
     distributed: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -55,11 +63,7 @@ class LoaderOptions:
                 raise ValueError(f"{name} must be a string that is not empty, not {value!r}")
         if type(self.buffer_bytes) is not int or self.buffer_bytes < 1:
             raise ValueError(f"buffer_bytes must be a positive int, not {self.buffer_bytes!r}")
-        check_reading(
-            num_readers=self.num_readers,
-            verify_hash=self.verify_hash,
-            memory_limit=self.memory_limit,
-        )
+        check_reading(**self.reading())
         if self.device is not None:
             named_device(self.device)
         if self.distributed != "auto" and not isinstance(self.distributed, bool):
@@ -87,6 +91,11 @@ class LoaderOptions:
                 f"know: expected any of {', '.join(known)}"
             )
         return cls(**(given or {}))
+
+    def reading(self) -> dict[str, Any]:
+        """Return the options of reading, without the key."""
+        shared = ReadOptions.__annotations__.keys() & vars(self).keys()
+        return {name: getattr(self, name) for name in shared}
 
     def decryption(self) -> DecryptionParams | None:
         """Read the key, if the weights are encrypted.

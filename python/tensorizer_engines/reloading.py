@@ -166,7 +166,7 @@ class Reload:
     def _open(self, file: str) -> OpenFile:
         from tensorizer.file.open_file import OpenFile
 
-        return OpenFile(file, key_needed=False, cache_dir=self._options.cache_dir)
+        return OpenFile(file, key_needed=False, **self._options.reading())
 
 
 def _hashes_of(file: OpenFile, prefix: str) -> dict[str, str | None]:

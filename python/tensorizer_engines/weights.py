@@ -59,13 +59,10 @@ def weights(
             file,
             device,
             buffer_bytes=options.buffer_bytes,
-            num_readers=options.num_readers,
-            verify_hash=options.verify_hash,
             encryption=options.decryption(),
             filter_func=functools.partial(_is_wanted, file, (is_wanted, has_changed)),
-            cache_dir=options.cache_dir,
-            memory_limit=options.memory_limit,
             group=together,
+            **options.reading(),
         )
         with contextlib.closing(found):
             if reload is not None:

@@ -29,6 +29,7 @@ PACKAGE = ROOT / "python/tensorizer"
 FOLDERS = [
     {
         "_build",
+        "_calls",
         "_command_start",
         "_errors",
         "_installation_check",

@@ -11,7 +11,7 @@ import torch
 
 from ..file import file_writer, hints
 from ..file.arguments import parsed_device
-from ..file.options import check_reading
+from ..file.options import ReadOptions, check_reading
 from ..file.progress import ProgressReporter
 from ..file.reader import TensorDeserializer
 from ..file.writer import TensorSerializer
@@ -57,14 +57,11 @@ def check_loading(options: Mapping[str, Any], *, for_function: bool) -> None:
                 "returns"
             )
     _check_names("tensorizer_loading", options, TensorDeserializer)
-    check_reading(**{name: options[name] for name in _CHECKED if name in options})
+    checked = options.keys() & ReadOptions.__annotations__.keys()
+    check_reading(**{name: options[name] for name in checked})
     if options.get("device") is not None:
         parsed_device(options["device"])
     ProgressReporter(options.get("progress", False))
-
-
-#: The options of a load whose values are limited.
-_CHECKED = ("num_readers", "verify_hash", "encryption", "memory_limit", "cache_dir")
 
 
 def _check_names(block: str, options: Mapping[str, Any], of: type) -> None:

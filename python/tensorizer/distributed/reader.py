@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from .._errors import FormatError
+from .._native import Call
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.open_file import OpenFile
@@ -65,6 +66,8 @@ class Reader(layout.InFolder, FileSystemReader):
             this. ``"crc32"`` compares only the CRC-32, which costs little.
         encryption: The key or passphrase of encrypted files.
         num_readers: Threads that read at once; None for as many as help.
+        timeout: The seconds that reading the metadata, and reading the items, may take on this
+            rank; then it is a ``TimeoutError``. None for no limit.
         weights_only: Refuse objects that torch's restricted unpickler refuses. If false, a
             checkpoint can run any code.
 
@@ -89,6 +92,7 @@ class Reader(layout.InFolder, FileSystemReader):
         verify_hash: VerifyHash = False,
         encryption: DecryptionParams | None = None,
         num_readers: int | None = None,
+        timeout: float | None = None,
         weights_only: bool = True,
     ) -> None:
         super().__init__("")
@@ -96,6 +100,7 @@ class Reader(layout.InFolder, FileSystemReader):
             "verify_hash": verify_hash,
             "encryption": encryption,
             "num_readers": num_readers,
+            "timeout": timeout,
         }
         check_reading(**self._options)
         self._weights_only = weights_only
@@ -120,7 +125,8 @@ class Reader(layout.InFolder, FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return the metadata of the checkpoint."""
         try:
-            return self._read_metadata()
+            with Call("Reader.read_metadata", self._options["timeout"]):
+                return self._read_metadata()
         except Exception as error:
             # torch would ignore an error raised here, and report that there is no checkpoint.
             return _UnreadableMetadata(error)
@@ -191,11 +197,12 @@ class Reader(layout.InFolder, FileSystemReader):
         checked: Any = other_formats.CheckingPlanner(planner, self.checkpoint_id)
         planner = checked if self._weights_only else planner
         done: Future[None] = Future()
-        if self._checkpoint_identity == _TORCH:
-            done = super().read_data(plan, planner)
-        else:
-            self._read_files(plan, planner)
-            done.set_result(None)
+        with Call("Reader.read_data", self._options["timeout"]):
+            if self._checkpoint_identity == _TORCH:
+                done = super().read_data(plan, planner)
+            else:
+                self._read_files(plan, planner)
+                done.set_result(None)
         before = self._folder_stat
         if before is not None and not os.path.samestat(before, Path(self.path).stat()):
             raise RuntimeError(

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from .._native import Call
 from .._types import Hashes
 from ..file import file_writer
 from ..file.encryption import EncryptionParams
@@ -47,6 +48,8 @@ class Writer(layout.InFolder, StorageWriter):
         encryption: A key to encrypt the tensors' data with, the same on every rank.
             Names and shapes are not encrypted.
         hashes: The hashes of each tensor to store; see :class:`tensorizer.TensorSerializer`.
+        timeout: The seconds that writing this rank's file, and completing the checkpoint, may take;
+            then it is a ``TimeoutError``. None for no limit.
         overwrite: True if an existing checkpoint may be replaced.
 
     Raises:
@@ -64,12 +67,14 @@ class Writer(layout.InFolder, StorageWriter):
         *,
         encryption: EncryptionParams | None = None,
         hashes: Hashes = "all",
+        timeout: float | None = None,
         overwrite: bool = True,
     ) -> None:
         super().__init__()
-        file_writer.check_options(encryption=encryption, hashes=hashes)
+        file_writer.check_options(encryption=encryption, hashes=hashes, timeout=timeout)
         self._folder = None if uri is None else _writable_folder(uri)
         self._options: dict[str, Any] = {"encryption": encryption, "hashes": hashes}
+        self._timeout = timeout
         self._overwrite = overwrite
         self._rank, self._save_id = 0, ""
         self._folder_lock: folders.FolderLock | None = None
@@ -127,7 +132,8 @@ class Writer(layout.InFolder, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        with Call("Writer.write_data", self._timeout, True):
+            done.set_result(self._write(plan.items, planner) if plan.items else [])
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
@@ -151,6 +157,10 @@ class Writer(layout.InFolder, StorageWriter):
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``checkpoint.json``, and remove the files of an older checkpoint."""
+        with Call("Writer.finish", self._timeout, True):
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         locations = {one.index: one.storage_data for of_rank in results for one in of_rank}
         version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         content = layout.encoded(dataclasses.replace(metadata, version=version), locations)

@@ -142,10 +142,6 @@ class Checkpoint:
         part._owns_files = False
         return part
 
-    def stop(self) -> None:
-        """End loads that are under way on other threads, and refuse more."""
-        self._records.stop()
-
     def close(self) -> None:
         """Close the files."""
         if self._owns_files:

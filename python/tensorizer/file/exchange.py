@@ -388,7 +388,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         """End the reads that are under way."""
         if not self._ended:
             self._ended = True
-            self._file.stop()
+            self._file.close()
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._in_flight.clear()
 

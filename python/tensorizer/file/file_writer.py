@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._errors import GroupError
-from .._native import Handle, Source, TensorWriter
+from .._native import Call, Handle, Source, TensorWriter
 from .._numbers import check_number
 from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
@@ -83,7 +83,7 @@ class FileWriter:
         allow_meta: bool = False,
         closes_stream: bool = True,
     ) -> None:
-        self._target = file_obj
+        self._target, self._timeout = file_obj, timeout
         self._stream: Any = None
         self._writer: TensorWriter | None = None
         self._process = os.getpid()
@@ -108,7 +108,6 @@ class FileWriter:
             "clear_metadata": bool(clear_metadata),
             "memory": checked_memory_limit(memory_limit),
             "reserved_memory": reserved_memory,
-            "timeout": timeout,
         }
         server = {"max_bytes_per_second": max_bytes_per_second, "headers": headers}
         stream = open_address(file_obj, "wb", timeout=timeout, **server)
@@ -123,6 +122,9 @@ class FileWriter:
         self._closes_stream = closes_stream or own
         if isinstance(stream, WholeFile):
             stream.belongs_to_serializer = True
+
+    def _call(self) -> Call:
+        return Call("TensorSerializer", self._timeout, True)
 
     def set_pair_id(self, identity: bytes | None) -> None:
         """Give the file an identity: one that is given, or for None a hash of its content."""
@@ -142,12 +144,13 @@ class FileWriter:
             rows = names[which], numbers[which], modules[which]
             self._write(rows[0], whole, lambda writer, handle: writer.write(handle, *rows))
 
-        if self._gathering is None and any(map(sharding.is_sharded, tensors)):
-            self._gather(tensors)
-        if self._gathering is None:
-            write(slice(None), tensors)
-        else:
-            self._gathering.write(names, tensors, write)
+        with self._call():
+            if self._gathering is None and any(map(sharding.is_sharded, tensors)):
+                self._gather(tensors)
+            if self._gathering is None:
+                write(slice(None), tensors)
+            else:
+                self._gathering.write(names, tensors, write)
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write from now on together with other processes, one of which writes the file."""
@@ -182,7 +185,10 @@ class FileWriter:
 
     def write_safetensors(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Write all tensors of a safetensors file."""
-        self._write(names, tensors, lambda writer, handle: writer.write_safetensors(handle, names))
+        with self._call():
+            self._write(
+                names, tensors, lambda writer, handle: writer.write_safetensors(handle, names)
+            )
 
     def write_leaves(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors of nested mappings and sequences."""
@@ -193,6 +199,10 @@ class FileWriter:
 
     def close(self) -> None:
         """Finish the file and close it. Closing again does nothing."""
+        with self._call():
+            self._close_together()
+
+    def _close_together(self) -> None:
         gathering, self._gathering = self._gathering, None
         if gathering is None:
             self._close()

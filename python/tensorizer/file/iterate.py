@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .._errors import ClosedError
 from .._native import Call
 from .._numbers import check_number
 from .._types import FilterFuncType, NameT
@@ -207,9 +208,12 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             self._ready.extend(
                 [(name, one) for number, one in loaded for name in self._names[number]]
             )
-        except BaseException:
+        except BaseException as error:
             self._waiting_thread = None
+            was_closed = self._ended
             self.close()
+            if was_closed and isinstance(error, Exception):
+                raise ClosedError("the iterator was closed by another thread") from error
             raise
         finally:
             self._waiting_thread = None

@@ -61,17 +61,11 @@ class LazyShards:
                     self._whole.close()
             return self._whole
 
-    def stop(self) -> None:
-        """End loads that are under way, and refuse more."""
-        for reader in self._readers():
-            reader.stop()
-
     def close(self) -> None:
         """Close all files. Closing again does nothing."""
         self._closed = True
         self._index.close()
-        for reader in self._readers():
+        for reader in self._opened.values():
             reader.close()
-
-    def _readers(self) -> list[Reader]:
-        return [*self._opened.values(), *([] if self._whole is None else [self._whole])]
+        if self._whole is not None:
+            self._whole.close()

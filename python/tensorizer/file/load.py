@@ -16,7 +16,7 @@ from ..tensors.sharding import Shard
 from .arguments import DeviceOf, DeviceType, names_of
 from .load_plan import LoadPlan
 from .open_file import OpenFile
-from .options import LoadOptions, takes
+from .options import LoadOptions, refuse_hash_of_group, takes
 from .progress import ProgressReporter, ProgressType
 from .request import Request
 from .slices import Index
@@ -102,8 +102,7 @@ def load(
     """
     reporter = ProgressReporter(progress)
     members = None
-    if group is not None and options.get("sha256") is not None:
-        raise ValueError("sha256= with group=: each member would have to read the whole file")
+    refuse_hash_of_group(group, options)
     # Under FakeTensorMode each member makes its tensors alone.
     if group is not None and not fake_mode.is_active():
         from ..group.members import Members  # torch.distributed is slow to import

@@ -96,6 +96,8 @@ class OpenFile:
         #: The path or address by which it can be opened again, or None.
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
+        #: The options with which it is opened again.
+        self._server: LoadOptions = {**options, "encryption": None, "sha256": None}
         #: The identity of each file, which later content does not have; None if it has none.
         self._identities: list[str | None] = []
         #: Readers of parts, to be closed with this file.
@@ -275,15 +277,6 @@ class OpenFile:
         part._stream = None
         return part
 
-    def stop(self) -> None:
-        """End loads that are under way on other threads, and refuse more."""
-        if self._shards is not None:
-            self._shards.stop()
-        if self._reader is not None:
-            self._reader.stop()
-        if self._checkpoint is not None:
-            self._checkpoint.stop()
-
     @contextlib.contextmanager
     def reopened(self) -> Iterator[Reader]:
         """Yield a reader of the file, which is opened once more if it was closed.
@@ -302,7 +295,7 @@ class OpenFile:
                 "no strong ETag, which would show whether the file is still the same: pass "
                 "lazy_load=True, so that it stays open"
             )
-        with OpenFile(self._name, key_needed=False) as again:
+        with OpenFile(self._name, key_needed=False, **self._server) as again:
             if again._identities != self._identities:
                 raise ValueError(
                     f"{self.reader.uri} has changed since it was loaded: pass lazy_load=True, so "

@@ -7,12 +7,13 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from .._native import Call
+from .._calls import limited
 from .._numbers import check_number
 from .._types import Hashes, VerifyHash
-from . import ends, hints  # noqa: F401  # before the interpreter ends
+from . import hints
 from .arguments import check_num_readers, checked_memory_limit, checked_verification
 from .encryption import DecryptionParams, EncryptionParams, native_decryption
 
@@ -146,7 +147,10 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def takes(options: type) -> Callable[[_Function], _Function]:
-    """Show the ``options`` of a function, its ``**options``, in its signature; refuse others."""
+    """Show the ``options`` of a function, its ``**options``, in its signature; refuse others.
+
+    A function with ``**kwargs`` has others, too.
+    """
     shown = [
         inspect.Parameter(
             name,
@@ -159,25 +163,41 @@ def takes(options: type) -> Callable[[_Function], _Function]:
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind != one.VAR_KEYWORD]
+        *own, rest = signature.parameters.values()
+        others = [rest] if rest.name == "kwargs" else []
         known = {one.name for one in (*own, *shown)}
-        name_of_function = function.__qualname__.removesuffix(".__init__")
+        called = limited(function, options is SaveOptions)
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs:
-                if name not in known:
+                if name not in known and not others:
                     raise TypeError(
                         f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
                         f"{hints.of_option(name, known)}"
                     )
-            with Call(name_of_function, kwargs.get("timeout"), options is SaveOptions):
-                return function(*args, **kwargs)
+            return called(*args, **kwargs)
 
-        checked.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        checked.__signature__ = signature.replace(parameters=[*own, *shown, *others])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def split_options(options: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take the ``options`` out of the arguments of a call."""
+    return {name: arguments.pop(name) for name in options.__annotations__ if name in arguments}
+
+
+def refuse_hash_of_group(group: Any, options: Mapping[str, Any]) -> None:
+    """Refuse to compare the hash of a file that a group reads.
+
+    Raises:
+        ValueError: There are both.
+
+    """
+    if group is not None and options.get("sha256") is not None:
+        raise ValueError("sha256= with group=: each member would have to read the whole file")
 
 
 def stated_hashes(sha256: str | Mapping[str, str] | None) -> dict[str, bytes] | None:
@@ -210,5 +230,7 @@ def check_reading(**options: Unpack[ReadOptions]) -> None:
     checked_memory_limit(options.get("memory_limit"))
     cache_dir = options.get("cache_dir")
     check_number("max_bytes_per_second", options.get("max_bytes_per_second"), wanted="positive")
+    if not isinstance(options.get("headers"), (Mapping, NoneType)):
+        raise TypeError(f"headers must be strings by name or None, not {options['headers']!r}")
     if cache_dir is not None and not isinstance(cache_dir, (str, bytes, os.PathLike)):
         raise TypeError(f"cache_dir must be the path of a folder or None, not {cache_dir!r}")

@@ -66,7 +66,7 @@ class ProgressReporter:
     def attach(self) -> None:
         """Report at least once a second during the call that this thread is in."""
         if self._callback is not None:
-            set_heartbeat(self._beat)
+            set_heartbeat(self.flush)
 
     def part(self) -> Callable[[int], None] | None:
         """Return a function to report the bytes done of one file; None if no progress is wanted."""
@@ -92,20 +92,13 @@ class ProgressReporter:
             self._report(self.total)
 
     def _report(self, done: int) -> None:
-        done = min(done, self.total)
-        if self._callback is not None and done > self._done:
-            self._done = done
-            self._call(done)
-
-    def _call(self, done: int) -> None:
-        if self._callback is not None:
-            self._called = time.monotonic()
+        """Report a larger number, and after a second without one the last number again."""
+        if self._callback is None:
+            return
+        done, now = max(0, self._done, min(done, self.total)), time.monotonic()
+        if done > self._done or now - self._called >= _LONGEST_SILENCE:
+            self._done, self._called = done, now
             self._callback(done, self.total)
-
-    def _beat(self) -> None:
-        """Report again what was reported last, about once a second while nothing arrives."""
-        if time.monotonic() - self._called >= _LONGEST_SILENCE:
-            self._call(max(self._done, 0))
 
     def __enter__(self) -> ProgressReporter:
         return self

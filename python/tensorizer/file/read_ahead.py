@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from .._errors import ClosedError
 from .._native import TensorIterator
 from ..tensors import devices, fake_mode
 from ..tensors.handles import copied, take
@@ -41,7 +40,6 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         late = set(self._strided)
         direct = [number for number in read if number not in late] if late else read
         self._read.refuse_without_data(direct)
-        self._closed = False
         self._ready: list[tuple[int, torch.Tensor]] = []
         self._native: TensorIterator | None = self._read.reader.iterate(
             direct,
@@ -59,8 +57,6 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
 
     def _wait(self) -> None:
         """Wait for the next tensors."""
-        if self._closed:
-            raise ClosedError("the iterator was closed by another thread")
         found = None if self._native is None else self._native.next()
         if found is not None:
             handle, numbers = found
@@ -77,9 +73,8 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
 
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""
-        self._closed = True
         # Another thread may be loading a strided tensor, which the native iterator does not know.
-        self._read.stop()
+        self._read.close()
         if (native := self._native) is not None:
             native.close()
 

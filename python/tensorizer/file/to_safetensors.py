@@ -100,11 +100,12 @@ def _save_shards(
 ) -> str:
     """Save shards and then their index, all of them in one folder; return the index."""
     index = path_of(f"{stem}{EXTENSION}.index.json")
+    server = {name: options.get(name) for name in ("headers", "max_bytes_per_second")}
     files = [
         f"{stem}-{number:05}-of-{len(shards):05}{EXTENSION}" for number in range(1, len(shards) + 1)
     ]
     for path in (index, path_of(f"{stem}{EXTENSION}"), *map(path_of, files)):
-        if is_there(path):
+        if is_there(path, **server):
             raise FileExistsError(
                 f"{path} exists, and would be replaced shard by shard, or be loaded instead of the "
                 "new shards: remove it first, or save under another name"
@@ -120,7 +121,7 @@ def _save_shards(
         indent=2,
         sort_keys=True,
     )
-    with open_stream(index, "wb") as file:
+    with open_stream(index, "wb", **server) as file:
         file.write(f"{text}\n".encode())
     return str(index)
 

@@ -79,6 +79,8 @@ class safe_open:
         device: The device of the tensors: a string, a number or a ``torch.device``. Without a
             number, the first device of its type.
         backend: ``"mmap"`` or ``"pread"``: read local files instead of mapping them.
+        timeout: The seconds that opening, and each later load, may take; then it is a
+            ``TimeoutError``. None for no limit.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -99,6 +101,7 @@ class safe_open:
         device: torch.device | str | int | None = "cpu",
         *,
         backend: str = "mmap",
+        timeout: float | None = None,
     ) -> Any:
         """Open a file; the library opens those for other frameworks."""
         if framework not in _TORCH:
@@ -113,7 +116,8 @@ class safe_open:
                 f'backend "{backend}" is invalid (expected one of: "mmap", "pread")'
             )
         self = super().__new__(cls)
-        self._opened = SafetensorsFile(filename, resolve_device(device), maps=backend == "mmap")
+        maps = backend == "mmap"
+        self._opened = SafetensorsFile(filename, resolve_device(device), maps, timeout)
         return self
 
     def _open(self) -> SafetensorsFile:

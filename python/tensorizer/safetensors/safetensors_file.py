@@ -100,6 +100,7 @@ class SafetensorsFile:
         file: A path, an address, a file object, or bytes as :class:`FileBytes`.
         device: The device of the tensors.
         maps: True if tensors are used in place in a mapping of a local file.
+        timeout: The seconds that opening, and each load, may take.
 
     Raises:
         OSError, SafetensorError: It cannot be opened, or is not a safetensors file.
@@ -110,13 +111,17 @@ class SafetensorsFile:
 
     """
 
-    def __init__(self, file: Any, device: torch.device, maps: bool) -> None:
+    def __init__(
+        self, file: Any, device: torch.device, maps: bool, timeout: float | None = None
+    ) -> None:
         self.device = device
         remote = is_address(file)
         with as_safetensor_errors("deserializing header"):
             try:
                 # On CUDA each tensor has a storage of its own, because callers compare storages.
-                self.file = OpenFile(file, mmap=maps, clone=True, key_needed=False, lazily=remote)
+                self.file = OpenFile(
+                    file, mmap=maps, clone=True, key_needed=False, lazily=remote, timeout=timeout
+                )
             except FileNotFoundError as error:
                 if remote:
                     raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._calls import limited
 from ..file.to_safetensors import write_one
 from ..modules import held_elsewhere
 from ..tensors import subclasses
@@ -18,16 +20,18 @@ from .safetensors_file import SafetensorsFile, check_filename
 from .sharing import _find_shared_tensors, _remove_duplicate_names
 
 
+@limited
 def load_file(
     filename: str | os.PathLike[str],
     device: torch.device | str | int = "cpu",
     *,
     backend: str = "mmap",
+    timeout: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a safetensors file.
 
     Local files are mapped; :class:`safe_open` describes the risks of this, the arguments and the
-    errors.
+    errors. ``timeout`` is for the whole call.
 
     Returns:
         The tensors by name, in the order of the file. Changes to them do not change the file.
@@ -49,10 +53,13 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     return SafetensorsFile.of_bytes(data).load_all()
 
 
+@functools.partial(limited, saves=True)
 def save_file(
     tensors: dict[str, torch.Tensor],
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
+    *,
+    timeout: float | None = None,
 ) -> None:
     """Save tensors as a safetensors file, which appears when it is complete.
 
@@ -60,6 +67,7 @@ def save_file(
         tensors: Dense, contiguous tensors by name, which share no memory.
         filename: A path, or an address that :class:`tensorizer.TensorSerializer` opens.
         metadata: Strings by name.
+        timeout: The seconds that the call may take; then it is a ``TimeoutError``.
 
     Raises:
         ValueError: A tensor is sparse or not contiguous, or a value is not a tensor; or the format
@@ -84,11 +92,14 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
     return memory.getvalue()
 
 
+@functools.partial(limited, saves=True)
 def save_model(
     model: torch.nn.Module,
     filename: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
+    *,
+    timeout: float | None = None,
 ) -> None:
     """Save a module as a safetensors file, where tensors that share memory are saved once.
 
@@ -100,6 +111,7 @@ def save_model(
         filename: See :func:`save_file`.
         metadata: Strings by name; this dict is not changed.
         force_contiguous: True to copy tensors that are not contiguous, False to refuse them.
+        timeout: The seconds that the call may take; then it is a ``TimeoutError``.
 
     Raises:
         RuntimeError: None of the tensors that share memory covers the whole storage.
@@ -126,6 +138,7 @@ def save_model(
         raise ValueError(f"{error} {advice}") from error
 
 
+@limited
 def load_model(
     model: torch.nn.Module,
     filename: str | os.PathLike[str],
@@ -133,6 +146,7 @@ def load_model(
     device: torch.device | str | int = "cpu",
     *,
     backend: str = "mmap",
+    timeout: float | None = None,
 ) -> tuple[set[str], list[str]]:
     """Load a safetensors file into a module, whose tensors may share memory.
 
@@ -143,6 +157,7 @@ def load_model(
             both are loaded before.
         device: The device that tensors are loaded to before they are copied into the module.
         backend: ``"mmap"`` or ``"pread"``.
+        timeout: The seconds that the call may take; then it is a ``TimeoutError``.
 
     Returns:
         The missing names, which only the module has, and the unexpected names, which only the file

@@ -26,13 +26,14 @@ def open_address(file_obj: Any, mode: str, **options: Any) -> Any:
     return file_obj
 
 
-def is_there(file: str | os.PathLike[str], *absent: type[OSError]) -> bool:
+def is_there(file: str | os.PathLike[str], *absent: type[OSError], **options: Any) -> bool:
     """Tell whether a file can be opened; other errors than ``FileNotFoundError`` may mean no, too.
 
-    Servers that may not list a folder answer with ``PermissionError`` for a missing file.
+    Servers that may not list a folder answer with ``PermissionError`` for a missing file. The
+    options are those of :func:`open_stream`.
     """
     try:
-        with open_stream(file):
+        with open_stream(file, **options):
             return True
     except OSError as error:
         if isinstance(error, (FileNotFoundError, *absent)):

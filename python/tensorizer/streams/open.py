@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from .._calls import limited
 from .._native import check_target, create, local_path, scheme
 from .._numbers import check_number
 from .atomic import AtomicRandom, AtomicWriter
@@ -194,6 +196,7 @@ def check_writable(uri: str, mode: str = "wb") -> None:
         )
 
 
+@functools.partial(limited, saves=True)
 def s3_upload(  # noqa: PLR0917  # the order is that of the old package
     path: str | os.PathLike[Any],
     target_uri: str,
@@ -202,8 +205,13 @@ def s3_upload(  # noqa: PLR0917  # the order is that of the old package
     s3_endpoint: str | None = None,
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
+    *,
+    timeout: float | None = None,
 ) -> None:
-    """Upload a local file; see :func:`open_stream`. An ``http://`` endpoint is accepted."""
+    """Upload a local file; see :func:`open_stream`. An ``http://`` endpoint is accepted.
+
+    ``timeout`` are the seconds of the whole call.
+    """
     target = open_stream(
         target_uri,
         "wb",
@@ -229,6 +237,8 @@ def s3_download(  # noqa: PLR0917  # the order is that of the old package
     begin: int | None = None,
     end: int | None = None,
     certificate_handling: CAInfo | None = None,
+    *,
+    timeout: float | None = None,
 ) -> CURLStreamFile:
     """Open an object for reading; see :func:`open_stream`. An ``http://`` endpoint is accepted."""
     stream = open_stream(
@@ -245,6 +255,7 @@ def s3_download(  # noqa: PLR0917  # the order is that of the old package
         s3_region_name=s3_region_name,
         s3_signature_version=s3_signature_version,
         certificate_handling=certificate_handling,
+        timeout=timeout,
     )
     assert isinstance(stream, CURLStreamFile)
     return stream

@@ -24,6 +24,7 @@ class CURLStreamFile(RemoteFile):
             redirect.
         buffer_size: Bytes requested at a time; None for a default.
         certificate_handling: The certificates to trust.
+        timeout: The seconds that opening, and each later call, may take; None for no limit.
 
     Raises:
         OSError: The file cannot be opened: ``FileNotFoundError`` if there is none,
@@ -46,10 +47,12 @@ class CURLStreamFile(RemoteFile):
         *,
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
+        timeout: float | None = None,
     ) -> None:
         _check_scheme(uri, "http", "https")
         options: OpenOptions = {
             "headers": [(name, str(value)) for name, value in (headers or {}).items()],
+            "timeout": timeout,
             **certificate_options(certificate_handling),
         }
         self._begin(uri, options, begin, end, buffer_size)
@@ -82,6 +85,7 @@ class RedisStreamFile(RemoteFile):
         end: Position at which the stream ends, or None for the end of the file.
         buffer_size: Bytes requested at a time; None for a default.
         certificate_handling: The certificates to trust.
+        timeout: The seconds that opening, and each later call, may take; None for no limit.
 
     Raises:
         OSError: The server cannot be read: ``FileNotFoundError`` if no key has the prefix,
@@ -103,8 +107,12 @@ class RedisStreamFile(RemoteFile):
         end: int | None = None,
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
+        timeout: float | None = None,
     ) -> None:
-        options = certificate_options(certificate_handling)
+        options: OpenOptions = {
+            "timeout": timeout,
+            **certificate_options(certificate_handling),
+        }
         _check_scheme(uri, "redis", "rediss")
         self._begin(uri, options, begin, end, buffer_size)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .._types import VerifyHash
-from ..file.encryption import DecryptionParams
+from ..file.options import ReadOptions, split_options, takes
 from ..file.progress import ProgressType
 from .configs import refuse_hub_arguments
 from .fetching import fetched_files
@@ -27,6 +27,7 @@ _UNSUPPORTED = (
 _SHARED = ("vblora_vector_bank", ".tinylora_v.", ".unilora_theta_d.")
 
 
+@takes(ReadOptions)
 def load_adapter(
     model: torch.nn.Module,
     address: str | os.PathLike[Any],
@@ -34,11 +35,6 @@ def load_adapter(
     adapter_name: str = "default",
     is_trainable: bool = False,
     config: Any = None,
-    num_readers: int | None = None,
-    verify_hash: VerifyHash = False,
-    encryption: DecryptionParams | None = None,
-    cache_dir: str | os.PathLike[Any] | None = None,
-    memory_limit: int | None = None,
     progress: ProgressType = False,
     **kwargs: Any,
 ) -> Any:
@@ -51,13 +47,9 @@ def load_adapter(
         adapter_name: The name of the adapter in the model.
         is_trainable: True to train the adapter further.
         config: A ``PeftConfig`` to use instead of ``adapter_config.json``.
-        num_readers: See :func:`tensorizer.load` for this and the next five arguments.
-        verify_hash: Compare tensors with their hashes.
-        encryption: The key or passphrase of an encrypted file.
-        cache_dir: A folder that caches weights from a server.
-        memory_limit: The most bytes that the load has in flight in addition to the tensors.
         progress: Called with the bytes that are loaded, or True for a bar.
-        kwargs: ``autocast_adapter_dtype``, ``low_cpu_mem_usage`` and ``torch_device`` of PEFT, and
+        kwargs: How the weights are read: see :class:`tensorizer.ReadOptions`. And
+            ``autocast_adapter_dtype``, ``low_cpu_mem_usage`` and ``torch_device`` of PEFT, and
             ``ignore_mismatched_sizes``.
 
     Returns:
@@ -80,16 +72,9 @@ def load_adapter(
     folder = ModelFolder(address)
     ignores = kwargs.pop("ignore_mismatched_sizes", False)
     device = kwargs.pop("torch_device", None)
-    options = TensorFileOptions(
-        progress,
-        num_readers=num_readers,
-        verify_hash=verify_hash,
-        encryption=encryption,
-        cache_dir=cache_dir,
-        memory_limit=memory_limit,
-    )
+    options = TensorFileOptions(progress, None, split_options(ReadOptions, kwargs))
     if config is None:
-        config = _configuration(peft, folder)
+        config = _configuration(peft, folder, options.headers)
     if is_trainable and getattr(config, "is_prompt_learning", False):
         raise ValueError(
             "an adapter of learned prompts cannot be trained further: pass is_trainable=False"
@@ -118,9 +103,9 @@ def load_adapter(
     return adapted if is_trainable else adapted.eval()
 
 
-def _configuration(peft: Any, folder: ModelFolder) -> Any:
+def _configuration(peft: Any, folder: ModelFolder, headers: Mapping[str, str] | None) -> Any:
     """Return the configuration in the folder of an adapter."""
-    with fetched_files(folder) as files:
+    with fetched_files(folder, headers) as files:
         files.fetch([_CONFIG])
         if not files.has(_CONFIG):
             if _CONFIG in files.refused:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._calls import limited
 from .config_sanitizer import drop_processor_files, drop_tokenizer_files
 from .fetching import FetchedFiles, fetched_files
 from .folders import ModelFolder
@@ -46,14 +47,22 @@ _OF_THE_HUB = frozenset(
 )
 
 
+@limited
 def load_config(
-    address: str | os.PathLike[Any], *, trust_remote_code: bool = False, **kwargs: Any
+    address: str | os.PathLike[Any],
+    *,
+    trust_remote_code: bool = False,
+    headers: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Load the configuration of a model.
 
     Args:
         address: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for models that need them.
+        headers: Header fields of the requests.
+        timeout: The seconds that the call may take; then it is a ``TimeoutError``.
         kwargs: Arguments of ``AutoConfig.from_pretrained``: attributes to change.
 
     Returns:
@@ -70,7 +79,7 @@ def load_config(
     """
     refuse_hub_arguments(kwargs)
     folder = ModelFolder(address)
-    with fetched_files(folder) as files:
+    with fetched_files(folder, headers) as files:
         files.fetch([CONFIG])
         if read_config(folder, files).get("_class_name") is not None:
             return read_json(files.path / CONFIG)
@@ -84,14 +93,22 @@ def load_config(
     return config
 
 
+@limited
 def load_tokenizer(
-    address: str | os.PathLike[Any], *, trust_remote_code: bool = False, **kwargs: Any
+    address: str | os.PathLike[Any],
+    *,
+    trust_remote_code: bool = False,
+    headers: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Load the tokenizer of a model.
 
     Args:
         address: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for tokenizers that need them.
+        headers: Header fields of the requests.
+        timeout: The seconds that the call may take; then it is a ``TimeoutError``.
         kwargs: Arguments of ``AutoTokenizer.from_pretrained``.
 
     Returns:
@@ -106,7 +123,7 @@ def load_tokenizer(
 
     """
     folder = ModelFolder(address)
-    with fetched_files(folder) as files:
+    with fetched_files(folder, headers) as files:
         tokenizer = _from_auto_class(
             folder, files, "AutoTokenizer", (), kwargs | {_TRUST: trust_remote_code}
         )
@@ -114,14 +131,22 @@ def load_tokenizer(
     return tokenizer
 
 
+@limited
 def load_processor(
-    address: str | os.PathLike[Any], *, trust_remote_code: bool = False, **kwargs: Any
+    address: str | os.PathLike[Any],
+    *,
+    trust_remote_code: bool = False,
+    headers: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Load the processor of a model: for several inputs, for images, or for audio.
 
     Args:
         address: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for processors that need them.
+        headers: Header fields of the requests.
+        timeout: The seconds that the call may take; then it is a ``TimeoutError``.
         kwargs: Arguments of ``AutoProcessor.from_pretrained``.
 
     Returns:
@@ -137,7 +162,7 @@ def load_processor(
 
     """
     folder = ModelFolder(address)
-    with fetched_files(folder) as files:
+    with fetched_files(folder, headers) as files:
         kwargs |= {_TRUST: trust_remote_code}
         return _from_auto_class(folder, files, "AutoProcessor", _PROCESSOR, kwargs)
 

@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import cast
 
 from .._errors import FormatError
+from .._native import time_left
 from ..streams.open import open_stream
 from ..streams.remote import RemoteFile
 from .folders import ModelFolder
@@ -29,6 +30,7 @@ class FetchedFiles:
     Args:
         folder: The folder that they are in.
         path: The local folder itself, or a temporary one that they are written to.
+        headers: Header fields of the requests.
 
     Attributes:
         path: The same.
@@ -37,8 +39,10 @@ class FetchedFiles:
 
     """
 
-    def __init__(self, folder: ModelFolder, path: Path) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: ModelFolder, path: Path, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder, self._headers = folder, headers
         self.path = path
         self.in_place = folder.path is not None
         self.refused: dict[str, PermissionError] = {}
@@ -70,19 +74,20 @@ class FetchedFiles:
     def _fetch_concurrently(self, names: list[str]) -> None:
         if not names:
             return
+        left = time_left()
         # The threads of this pool are daemons: one that hangs does not delay the program's end.
         with ThreadPool(min(_CONCURRENT_REQUESTS, len(names))) as pool:
-            for name, data in pool.imap_unordered(self._fetch_one, names):
+            for name, data in pool.imap_unordered(lambda name: self._fetch_one(name, left), names):
                 if data is not None:
                     target = self.path / name
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(data)
 
-    def _fetch_one(self, name: str) -> tuple[str, bytes | None]:
+    def _fetch_one(self, name: str, timeout: float | None) -> tuple[str, bytes | None]:
         """Return a file's name and content; None if the server has none, or does not give it."""
         bound = CONFIG_BYTES if name.endswith("config.json") else FILE_BYTES
         try:
-            opened = open_stream(self._folder.join(name))
+            opened = open_stream(self._folder.join(name), headers=self._headers, timeout=timeout)
         except FileNotFoundError:
             return name, None
         except PermissionError as error:
@@ -110,7 +115,9 @@ class FetchedFiles:
 
 
 @contextlib.contextmanager
-def fetched_files(folder: ModelFolder) -> Iterator[FetchedFiles]:
+def fetched_files(
+    folder: ModelFolder, headers: Mapping[str, str] | None = None
+) -> Iterator[FetchedFiles]:
     """Yield the small files of a folder; the temporary folder of an address is removed.
 
     The temporary folder is ``tensorizer-<random>/<folder>-<digest of the address>``. The library
@@ -123,7 +130,7 @@ def fetched_files(folder: ModelFolder) -> Iterator[FetchedFiles]:
     with tempfile.TemporaryDirectory(prefix="tensorizer-", ignore_cleanup_errors=True) as path:
         inner = Path(path, _name_of(folder.shown))
         inner.mkdir()
-        yield FetchedFiles(folder, inner)
+        yield FetchedFiles(folder, inner, headers)
 
 
 def _name_of(shown: str) -> str:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._types import VerifyHash
 from ..file.arguments import checked_dtype
-from ..file.encryption import DecryptionParams
+from ..file.options import LoadOptions, split_options, takes
 from ..file.progress import ProgressType
 from . import diffusers_models, transformers_models
 from .configs import CONFIG, address_in_errors, read_config, refuse_hub_arguments
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tensorizer")
 
 
+@takes(LoadOptions)
 def from_pretrained(
     address: str | os.PathLike[Any],
     cls: type | None = None,
@@ -37,12 +37,6 @@ def from_pretrained(
     config: Any = None,
     variant: str | None = None,
     trust_remote_code: bool = False,
-    num_readers: int | None = None,
-    mmap: bool = False,
-    verify_hash: VerifyHash = False,
-    encryption: DecryptionParams | None = None,
-    cache_dir: str | os.PathLike[Any] | None = None,
-    memory_limit: int | None = None,
     group: ProcessGroup | None = None,
     progress: ProgressType = False,
     **kwargs: Any,
@@ -68,19 +62,13 @@ def from_pretrained(
         variant: The infix of the names of the weights, as in ``model.fp16.safetensors``.
         trust_remote_code: Run Python files of the folder, for models whose code is not part of the
             library.
-        num_readers: See :func:`tensorizer.load` for this and the next seven arguments.
-        mmap: Use the weights in place in a mapping of a local file. On the CPU, weights are then
-            read when they are first used.
-        verify_hash: Compare tensors with their hashes.
-        encryption: The key or passphrase of an encrypted file.
-        cache_dir: A folder that caches weights from a server.
-        memory_limit: The most bytes that the load has in flight in addition to the tensors.
         group: A process group whose members all make this call: they read the weights once, and
             give them to each other.
         progress: Called with the bytes that are loaded, or True for a bar.
-        kwargs: Further arguments of ``from_pretrained`` of the class, such as
-            ``attn_implementation`` and ``device_map``; with diffusers, changes to the
-            configuration.
+        kwargs: How the weights are read: see :class:`tensorizer.LoadOptions`. ``headers`` and
+            ``timeout`` are for the other files, too. And further arguments of ``from_pretrained``
+            of the class, such as ``attn_implementation`` and ``device_map``; with diffusers,
+            changes to the configuration.
 
     Returns:
         The model, in evaluation mode, or the library's result for ``output_loading_info=True``.
@@ -103,17 +91,8 @@ def from_pretrained(
     _refuse_meta(device)
     dtype = _dtype(dtype, kwargs)
     folder = ModelFolder(address)
-    options = TensorFileOptions(
-        progress,
-        group,
-        num_readers=num_readers,
-        mmap=mmap,
-        verify_hash=verify_hash,
-        encryption=encryption,
-        cache_dir=cache_dir,
-        memory_limit=memory_limit,
-    )
-    with fetched_files(folder) as files, options.members:
+    options = TensorFileOptions(progress, group, split_options(LoadOptions, kwargs))
+    with fetched_files(folder, options.headers) as files, options.members:
         files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])
         config_json = read_config(folder, files) if config is None else None
         if trust_remote_code:

@@ -15,6 +15,7 @@ from .._types import Head
 from ..file.arguments import resolve_device
 from ..file.load_plan import LoadPlan
 from ..file.open_file import OpenFile
+from ..file.options import refuse_hash_of_group
 from ..file.progress import ProgressReporter, ProgressType
 from ..file.request import Request
 from ..tensors.handles import dtype_of
@@ -134,14 +135,17 @@ class TensorFileOptions:
     Attributes:
         progress: Reports the bytes that are loaded.
         members: The processes that load together, or a context that does nothing.
+        headers: Header fields of the requests, or None.
 
     """
 
     def __init__(
-        self, progress: ProgressType, group: ProcessGroup | None = None, **options: Any
+        self, progress: ProgressType, group: ProcessGroup | None, options: dict[str, Any]
     ) -> None:
+        refuse_hash_of_group(group, options)
         self.progress = ProgressReporter(progress)
         self._options = options
+        self.headers: Mapping[str, str] | None = options.get("headers")
         self._each_reads = True
         self.members: Members | contextlib.nullcontext[None] = contextlib.nullcontext()
         if group is not None:

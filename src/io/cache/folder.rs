@@ -14,6 +14,8 @@ use crate::error::{Error, Result};
 use crate::io::ReadAt;
 use crate::sys;
 
+/// The ending of the files of [`Cache::note`].
+const NOTE: &str = "note";
 /// The divisor of the disk's size that gives the bytes to leave free, unless a limit is set.
 const FREE_DIVISOR: u64 = 20;
 /// Bytes that an entry needs to be opened without its server: the beginning of the file.
@@ -84,13 +86,13 @@ impl Cache {
     pub fn note(&self, name: &str, text: &str) {
         if self.noted(name).as_deref() != Some(text) && self.check_folder().is_ok() {
             // Without it, the copies of the branch are not found while the hub is down.
-            let _ = fs::write(self.path(name).with_extension("note"), text);
+            let _ = fs::write(self.path(name).with_extension(NOTE), text);
         }
     }
 
     /// The text that was kept under a name.
     pub fn noted(&self, name: &str) -> Option<String> {
-        fs::read_to_string(self.path(name).with_extension("note")).ok()
+        fs::read_to_string(self.path(name).with_extension(NOTE)).ok()
     }
 
     pub(super) fn path(&self, name: &str) -> PathBuf {
@@ -239,6 +241,11 @@ impl Cache {
             let is_gone = remove(&cached.path).map_err(|e| failed = Some(e));
             is_gone.unwrap_or(false)
         });
+        for file in fs::read_dir(&*self.folder).into_iter().flatten().flatten() {
+            if file.path().extension().is_some_and(|ending| ending == NOTE) {
+                let _ = remove(&file.path());
+            }
+        }
         failed.map_or(Ok(removed), |e| Err(self.error(e)))
     }
 }

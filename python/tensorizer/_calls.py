@@ -1,17 +1,33 @@
-"""Tells whether the program ends while a thread loads, so that nothing waits for the result."""
+"""The calls of functions: their time limits, and their end when the program ends."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import thread as pools
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+from ._native import Call
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ending = threading.Event()
 # Called before the interpreter waits for threads, and before pools wait for theirs: those that were
 # registered later come first.
 threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
+
+
+def limited(function: _Function, saves: bool = False) -> _Function:
+    """Let a function take at most the seconds of its argument ``timeout``, which may be None."""
+    name = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Call(name, kwargs.get("timeout"), saves):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def is_ending() -> bool:
@@ -25,7 +41,7 @@ def is_ending() -> bool:
     """
     if _ending.is_set():
         return not threading.current_thread().daemon
-    pool = _pool_of(sys._getframe())
+    pool = _pool_of_this_thread()
     if pool is None or not pool._shutdown:
         return False
     if threading.current_thread().name.startswith("asyncio_"):
@@ -35,15 +51,16 @@ def is_ending() -> bool:
     return error is not None and not isinstance(error, Exception)
 
 
-def _pool_of(frame: FrameType | None) -> Any:
-    """Return the pool that runs the code of a frame; None if there is none."""
-    while frame is not None:
-        if frame.f_code is pools._worker.__code__:
-            found = frame.f_locals
-            pool = found["executor_reference"]()
-            if sys.version_info < (3, 13):
-                # Kept with the frame, it would keep the result of the work, too.
-                found.clear()
-            return pool
-        frame = frame.f_back
-    return None
+def _pool_of_this_thread() -> Any:
+    """Return the pool that runs this code; None if there is none."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not pools._worker.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return None
+    found = frame.f_locals
+    pool = found["executor_reference"]()
+    if sys.version_info < (3, 13):
+        # Kept with the frame, it would keep the result of the work, too.
+        found.clear()
+    return pool
