@@ -30,6 +30,9 @@ def limited(function: _Function, saves: bool = False) -> _Function:
     return call  # type: ignore[return-value]
 
 
+limited_save = functools.partial(limited, saves=True)
+
+
 def is_ending() -> bool:
     """Tell whether the interpreter ends, or the pool of this thread while the program leaves.
 

@@ -31,14 +31,14 @@ class LoaderOptions:
         device: The device of the tensors; None for the model's.
         encryption_keyfile: A file or address with the key: 32 bytes, or 64 hexadecimal digits.
         cache_dir: A folder that caches data from servers; None for ``TENSORIZER_CACHE``.
-        stale_if_error: Use a complete copy of the cache if its server fails.
         memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_MB``.
-        max_bytes_per_second: The most bytes per second that a rank receives from servers.
-        headers: Header fields of the requests to the servers of the files.
-        timeout: The seconds that the load of a file may take.
         distributed: True if ranks read the weights once and give them to each other, False if each
             reads all. ``"auto"``: True, except for local files that are loaded to the CPU, and for
             servers if the first rank has a cache, which the processes of a machine fill together.
+        stale_if_error: Use a complete copy of the cache if its server fails.
+        max_bytes_per_second: The most bytes per second that a rank receives from servers.
+        headers: Header fields of the requests to the servers of the files.
+        timeout: The seconds that the load of a file may take.
 
     """
 
@@ -49,12 +49,12 @@ class LoaderOptions:
     device: str | None = None
     encryption_keyfile: str | None = None
     cache_dir: str | None = None
-    stale_if_error: bool = False
     memory_limit: int | None = None
+    distributed: bool | Literal["auto"] = "auto"
+    stale_if_error: bool = False
     max_bytes_per_second: int | None = None
     headers: dict[str, str] | None = None
     timeout: float | None = None
-    distributed: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("uri", "device", "encryption_keyfile", "cache_dir"):

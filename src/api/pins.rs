@@ -40,8 +40,9 @@ fn is_pinned(source: &Arc<dyn ReadAt>) -> bool {
 impl TensorFile {
     /// Compares files with their SHA-256, if it is stated, or published by a hub that the options
     /// ask for: while a selection is read into new memory that has most of their bytes, which ends
-    /// with [`TensorFile::agree`]; before any other load, for which it is None. Returns which hashes the load itself has to
-    /// verify. Refuses a file with neither hashes of its own nor a published checksum.
+    /// with [`TensorFile::agree`]; before any other load, for which it is None. Returns which hashes
+    /// the load itself has to verify. Refuses a file with neither hashes of its own nor a published
+    /// checksum.
     pub(super) fn compare_files(
         &self,
         selection: Option<&Selection<'_>>,

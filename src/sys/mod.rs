@@ -347,7 +347,7 @@ pub fn cpu_count() -> usize {
 mod tests {
     #[test]
     fn the_number_of_cores_is_cached() {
-        let first = super::cpu_count();
+        let (begun, first) = (super::Instant::now(), super::cpu_count());
         let again = std::thread::spawn(|| {
             let one = [1usize; 1];
             // SAFETY: a mask of `size_of_val(&one)` bytes, for this thread, which ends soon.
@@ -356,7 +356,9 @@ mod tests {
             // nothing to test.
             (set, super::cpu_count())
         });
-        assert_eq!(again.join().map_err(|_| "it panicked").map(|(_, count)| count), Ok(first));
+        let count = again.join().map_err(|_| "it panicked").map(|(_, count)| count);
+        // The machine may have been busy for so long that it is found out again.
+        assert!(count == Ok(first) || begun.elapsed() > super::Duration::from_millis(900));
     }
 
     /// Makes the system refuse some calls of this thread from now on.

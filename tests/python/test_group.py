@@ -50,6 +50,12 @@ def test_a_rank_that_closes_its_iterator_ends_those_of_the_others(ranks, folder)
     assert ranks.run("one_by_one.closed_early", 3, folder) == ["GroupError"] * 3
 
 
+def test_an_iterator_that_another_thread_closes_says_so(ranks, folder):
+    (folder / "closed").unlink(missing_ok=True)
+    found = ranks.run("one_by_one.closed_by_another_thread", 2, folder)
+    assert found == ["ClosedError", "GroupError"]
+
+
 def test_iterators_of_a_local_file_do_not_wait_for_each_other(ranks, folder):
     ranks.run("one_by_one.local_files", 2, folder)
 

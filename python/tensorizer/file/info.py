@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from .._calls import limited
 from .._errors import FormatError
-from .._native import Call
 from .._types import Name
 from .encryption import DecryptionParams
 from .open_file import OpenFile
@@ -78,11 +78,13 @@ def _metadata(file: OpenFile) -> dict[str, str]:
         return {}
 
 
+@limited
 def info(
     uri: str | os.PathLike[Any] | Any,
     *,
     hashes: bool = False,
     encryption: DecryptionParams | None = None,
+    headers: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> FileInfo:
     """Return a description of a file, without reading the data of its tensors.
@@ -92,6 +94,7 @@ def info(
         hashes: Also read the hashes of every tensor, which are stored in front of its data.
         encryption: A key or passphrase to check the seal of an encrypted file. Names and shapes
             need no key.
+        headers: Header fields of the requests to a server.
         timeout: The seconds that the call may take; then it is a ``TimeoutError``. None for no
             limit.
 
@@ -99,7 +102,7 @@ def info(
         OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
 
     """
-    with Call("info", timeout), OpenFile(uri, encryption=encryption, key_needed=False) as file:
+    with OpenFile(uri, encryption=encryption, key_needed=False, headers=headers) as file:
         reader = file.reader
         every = range(len(file))
         files = tuple(reader.files())

@@ -24,9 +24,14 @@ else:
 
 @contextlib.contextmanager
 def as_safetensor_errors(doing: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors in the content of a file, and errors of these kinds, as ``SafetensorError``."""
+    """Raise errors in the content of a file, and errors of these kinds, as ``SafetensorError``.
+
+    A ``TimeoutError`` stays what it is.
+    """
     caught: tuple[type[Exception], ...] = (FormatError, InvalidVersionError, *kinds)
     try:
         yield
+    except TimeoutError:
+        raise
     except caught as error:
         raise SafetensorError(f"Error while {doing}: {error}") from error

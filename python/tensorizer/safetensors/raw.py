@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._calls import limited_save
 from ..file.to_safetensors import write_one
 from .errors import SafetensorError, as_safetensor_errors
 from .safetensors_file import DTYPES, SafetensorsFile
@@ -97,16 +98,19 @@ def serialize(
     return memory.getvalue()
 
 
+@limited_save
 def serialize_file(
     tensor_dict: Mapping[str, TensorSpec],
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
+    *,
+    timeout: float | None = None,
 ) -> None:
     """Write a safetensors file, which appears when it is complete.
 
     Arguments and errors are those of :func:`serialize`. ``filename`` is a path, or an address that
     :class:`tensorizer.TensorSerializer` opens. ``SafetensorError`` is raised if the file cannot be
-    written.
+    written, and ``TimeoutError`` after ``timeout`` seconds.
     """
     with as_safetensor_errors("serializing", ValueError, OSError):
         write_one(filename, _tensors(tensor_dict), metadata=_dict(metadata))

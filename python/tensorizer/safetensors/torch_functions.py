@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._calls import limited
+from .._calls import limited, limited_save
 from ..file.to_safetensors import write_one
 from ..modules import held_elsewhere
 from ..tensors import subclasses
@@ -53,7 +52,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     return SafetensorsFile.of_bytes(data).load_all()
 
 
-@functools.partial(limited, saves=True)
+@limited_save
 def save_file(
     tensors: dict[str, torch.Tensor],
     filename: str | os.PathLike[str],
@@ -92,7 +91,7 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
     return memory.getvalue()
 
 
-@functools.partial(limited, saves=True)
+@limited_save
 def save_model(
     model: torch.nn.Module,
     filename: str | os.PathLike[str],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .._calls import limited
+from .._calls import limited_save
 from .._native import check_target, create, local_path, scheme
 from .._numbers import check_number
 from .atomic import AtomicRandom, AtomicWriter
@@ -196,7 +195,7 @@ def check_writable(uri: str, mode: str = "wb") -> None:
         )
 
 
-@functools.partial(limited, saves=True)
+@limited_save
 def s3_upload(  # noqa: PLR0917  # the order is that of the old package
     path: str | os.PathLike[Any],
     target_uri: str,

@@ -1,12 +1,15 @@
 """Tensors one by one for groups."""
 
+import contextlib
 import ctypes
 import datetime
 import itertools
 import os
 import resource
 import signal
+import threading
 import time
+from pathlib import Path
 
 from ranks.common import assert_equal, caught, cut, dist, fetch_together, group, tensorizer, torch
 from ranks.groups import BATCH, of_kind, same
@@ -73,6 +76,29 @@ def closed_early(folder):
         # Later calls are mixed up with nothing of it.
         same(tensorizer.load(uri, group=dist.group.WORLD), made)
         return error
+
+
+def closed_by_another_thread(folder):
+    """The thread that waits sees that its own iterator was closed; the other rank, who did it."""
+    fetch_together(BATCH)
+    flag = Path(folder, "closed")
+    with group() as (rank, _):
+        uri, _, _ = of_kind(folder, "tensors")
+        iterator = iterate(uri)
+        next(iterator)
+        if rank:
+            while not flag.exists():
+                time.sleep(0.01)
+            return caught(lambda: list(iterator))[0]
+        found = []
+        thread = threading.Thread(target=lambda: found.append(caught(lambda: list(iterator))[0]))
+        thread.start()
+        time.sleep(0.3)
+        with contextlib.suppress(tensorizer.GroupError):
+            iterator.close()
+        flag.touch()
+        thread.join()
+        return found[0]
 
 
 def fail(*_):
