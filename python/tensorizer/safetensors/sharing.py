@@ -53,9 +53,6 @@ def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
             storages[tensor.device, storage_ptr(tensor), storage_size(tensor)].append(name)
     groups: list[set[str]] = []
     for names in storages.values():
-        if len(names) == 1:
-            groups.append(set(names))
-            continue
         end = 0
         for start, stop, name in sorted(
             (tensors[name].data_ptr(), _end_ptr(tensors[name]), name) for name in names

@@ -65,7 +65,14 @@ class _SavingBlock:
                 f"found {type(target).__name__}"
             )
         if is_path(target):
-            _check_target(os.fsdecode(target))
+            path = os.fsdecode(target)
+            if local_path(path) != path:
+                raise ValueError(
+                    f"torch.save writes to paths, and {path} is an address: give a path, or for "
+                    "s3://, gs:// and az:// an open file: with open_stream(address, 'wb') as file: "
+                    "torch.save(object, file)"
+                )
+            check_target(path)
         skipped = torch.serialization._serialization_tls.skip_data
         file = None if skipped else storage_file_for(self.file_obj, target)
         if file is None:
@@ -143,30 +150,6 @@ def _load(
             storages.forget()
 
 
-def _check_target(path: str) -> None:
-    """Refuse an address as the path of a pickle, before its storages are sent there.
-
-    Raises:
-        ValueError: It is an address, also a misspelled one, or begins with ``~/``.
-
-    """
-    if local_path(path) != path:
-        raise ValueError(
-            f"torch.save writes to paths, and {path} is an address: give a path, or for s3://, "
-            "gs:// and az:// an open file: with open_stream(address, 'wb') as file: "
-            "torch.save(object, file)"
-        )
-    check_target(path)
-
-
-def _check_pickle_module(module: Any, doing: str) -> None:
-    if module is not None and module is not pickle:
-        raise ValueError(
-            f"pickle_module={getattr(module, '__name__', module)!r}: {doing} by tensorizer needs "
-            "Python's own pickle. Call torch outside of the block, or without pickle_module"
-        )
-
-
 def _weights_only(given: bool | None) -> bool:
     """Tell how torch interprets ``weights_only`` if it is given no pickle module.
 
@@ -237,7 +220,13 @@ def _in_place_of(
         if block is None or is_left_alone:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        _check_pickle_module(bound.arguments.get("pickle_module"), variable.name.strip("_"))
+        module = bound.arguments.get("pickle_module")
+        if module is not None and module is not pickle:
+            raise ValueError(
+                f"pickle_module={getattr(module, '__name__', module)!r}: "
+                f"{variable.name.strip('_')} by tensorizer needs Python's own pickle. Call torch "
+                "outside of the block, or without pickle_module"
+            )
         return block(original, bound)
 
     # Also for callers that ignore ``__wrapped__``.
