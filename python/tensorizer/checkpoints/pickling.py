@@ -282,6 +282,5 @@ class _AllowedTag(str):
 
 def _module(**replaced: Any) -> types.ModuleType:
     module = types.ModuleType("pickle")
-    module.__dict__.update({name: getattr(pickle, name) for name in pickle.__all__})
-    module.__dict__.update(replaced)
+    vars(module).update({name: getattr(pickle, name) for name in pickle.__all__} | replaced)
     return module

@@ -232,7 +232,5 @@ def _pair_of(path: Path) -> str | None:
     """Return the identity that a storage file states; None if it states none."""
     with contextlib.closing(native_open(str(path), {"path": True})) as source:
         reader = Reader(source)
-    try:
+    with contextlib.closing(reader):
         return None if reader.pair_id is None else reader.pair_id.hex()
-    finally:
-        reader.close()
