@@ -14,25 +14,12 @@ from typing import Any
 
 from .arguments import parse
 from .file_description import refuse_missing
-from .output import (
-    error_line,
-    open_closed_streams,
-    print_error,
-    report_error,
-    warnings_reported,
-)
+from .output import error_line, open_closed_streams, print_error, report_error, warnings_reported
 
 #: The exit status after an error, and after Ctrl-C.
 _FAILED, _INTERRUPTED = 2, 130
 #: Errors that files, servers and machines cause; any other is a mistake in the program.
-_EXPECTED = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    MemoryError,
-    ImportError,
-    pickle.UnpicklingError,
-)
+_EXPECTED = (OSError, ValueError, RuntimeError, MemoryError, ImportError, pickle.UnpicklingError)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -106,11 +106,7 @@ def check_decorated(block: str, function: Any) -> None:
             f"{block} decorates functions, not {type(function).__name__}: write @{block}() with "
             "brackets above the function that saves or loads"
         )
-    later = (
-        inspect.iscoroutinefunction,
-        inspect.isgeneratorfunction,
-        inspect.isasyncgenfunction,
-    )
+    later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_later(function) for is_later in later):
         raise TypeError(
             f"{block} cannot decorate {function.__name__!r}, whose code runs after the call: use "

@@ -41,10 +41,7 @@ class TensorizerCheckpointIO:
     """
 
     def __init__(
-        self,
-        *,
-        saving: Mapping[str, Any] | None = None,
-        loading: Mapping[str, Any] | None = None,
+        self, *, saving: Mapping[str, Any] | None = None, loading: Mapping[str, Any] | None = None
     ) -> None:
         self._saving, self._loading = dict(saving or {}), dict(loading or {})
         # Refuses arguments that no checkpoint could use.
