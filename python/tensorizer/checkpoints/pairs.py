@@ -104,7 +104,7 @@ def save_pair(
         try:
             torch_save(pickled, saving_module(collector, finish))
             lock = locks.enter_context(SaveLock(local_file(file)))
-            pickle_identity = FileIdentity.of_argument(target)
+            pickle_identity = FileIdentity(target)
             _publish(target, pickled.getbuffer(), storage_files)
         except BaseException:
             for storage_file in storage_files:

@@ -132,7 +132,7 @@ def _load(
     outer = _restricted.get()
     attempts = 1
     while True:
-        pickle_identity = FileIdentity.of_argument(target)
+        pickle_identity = FileIdentity(target)
         storages = storages_of(target, location, mmap)
         if only_weights:
             _restricted.set(unpickler_class(restricted.Unpickler, storages))
@@ -186,12 +186,9 @@ def _outside_blocks(func: Callable[..., Any]) -> Callable[..., Any]:
 class _RestrictedUnpicklerModule:
     """A stand-in for torch's module of the unpickler for ``weights_only=True``."""
 
-    @property
-    def Unpickler(self) -> type:  # the name that torch looks for
-        return _restricted.get() or restricted.Unpickler
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(restricted, name)
+        own = _restricted.get() if name == "Unpickler" else None
+        return own or getattr(restricted, name)
 
 
 class _TorchPatch(Patch):

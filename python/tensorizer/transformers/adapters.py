@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,7 +78,12 @@ def load_adapter(
     device = kwargs.pop("torch_device", None)
     options = TensorFileOptions(progress, None, split_options(ReadOptions, kwargs))
     if config is None:
-        config = _configuration(peft, folder, options.headers)
+        with fetched_files(folder, options.headers) as files:
+            files.fetch([_CONFIG])
+            if not files.has(_CONFIG):
+                advice = ": expected an adapter of PEFT"
+                raise refusal(folder, files, _CONFIG, f"no {_CONFIG}", advice)
+            config = peft.PeftConfig.from_pretrained(str(files.path))
     if is_trainable and getattr(config, "is_prompt_learning", False):
         raise ValueError(
             "an adapter of learned prompts cannot be trained further: pass is_trainable=False"
@@ -111,15 +115,6 @@ def load_adapter(
         cast(adapter_name=adapter_name, autocast_adapter_dtype=autocast)
     _warn(peft, folder, config, adapter_name, found)
     return adapted if is_trainable else adapted.eval()
-
-
-def _configuration(peft: Any, folder: ModelFolder, headers: Mapping[str, str] | None) -> Any:
-    """Return the configuration in the folder of an adapter."""
-    with fetched_files(folder, headers) as files:
-        files.fetch([_CONFIG])
-        if not files.has(_CONFIG):
-            raise refusal(folder, files, _CONFIG, f"no {_CONFIG}", ": expected an adapter of PEFT")
-        return peft.PeftConfig.from_pretrained(str(files.path))
 
 
 def _warn(peft: Any, folder: ModelFolder, config: Any, name: str, found: Any) -> None:
