@@ -96,11 +96,8 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         local, parallel = (file.is_local, file.first.parallel) if file.first else (True, False)
     whole = ended - begun
     threads = max((call["threads"] for call in calls), default=1)
-    # The seconds of all threads in each stage that moves bytes.
-    spent = {name: sum(call["stages"].get(name, 0.0) for call in calls) for name in _STAGES}
-    read_seconds = spent["read"]
-    # The first touch is timed as a part of reading.
-    spent["read"] -= spent["first touch"]
+    spent = _stages(calls)
+    read_seconds = spent["read"] + spent["first touch"]
     spent["read" if mapped else "copy"] += (ended - touched) * max(threads, 1)
     # The time of the whole is divided in proportion to the time of the threads.
     planned = min(sum(call["stages"]["plan"] for call in calls), whole - opened)
@@ -143,6 +140,14 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 def _usage() -> resource.struct_rusage:
     """Return what this process has used: page faults that needed no disk, and blocks of disks."""
     return resource.getrusage(resource.RUSAGE_SELF)
+
+
+def _stages(calls: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of all threads in each stage that moves bytes."""
+    found = {name: sum(call["stages"].get(name, 0.0) for call in calls) for name in _STAGES}
+    # The first touch is timed as a part of reading.
+    found["read"] -= found["first touch"]
+    return found
 
 
 def _huge_pages() -> bool:
