@@ -50,8 +50,7 @@ def _run(options: argparse.Namespace, *, owns_process: bool) -> int:
             # Most commands import torch, which takes long, and may not be the one it was built for.
             with _ended_by_ctrl_c(options.json) if owns_process else contextlib.nullcontext():
                 module = import_module(f"{__package__}.{options.module}")
-            status: int = getattr(module, options.command)(options)
-            return status
+            return int(getattr(module, options.command)(options))
     except Exception as error:
         own = type(error).__module__.partition(".")[0] == "tensorizer"
         if not own and not isinstance(error, _EXPECTED) and not options.json:

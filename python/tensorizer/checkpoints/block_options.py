@@ -40,7 +40,7 @@ def check_saving(file_obj: Any, options: Mapping[str, Any], *, for_function: boo
     )
 
 
-def check_loading(options: Mapping[str, Any], *, for_function: bool) -> None:
+def check_loading(options: Mapping[str, Any]) -> None:
     """Refuse the arguments of a loading block that no load could use.
 
     Raises:
@@ -48,8 +48,6 @@ def check_loading(options: Mapping[str, Any], *, for_function: bool) -> None:
             given.
 
     """
-    if for_function:
-        return
     for name in ("dtype", "filter_func"):
         if options.get(name) is not None:
             raise ValueError(

@@ -343,7 +343,8 @@ def tensorizer_loading(
     """
     name = "tensorizer_loading"
     check_decoration(name, file_obj, sys._getframe(1))
-    check_loading(deserializer_kwargs, for_function=load_func is not None)
+    if load_func is None:
+        check_loading(deserializer_kwargs)
     if suppress_weights_only:
         warnings.warn(
             "suppress_weights_only lets files run any code while they are loaded: rather pass "

@@ -94,7 +94,9 @@ def open_weights(
         try:
             return opened(folder.join(name))
         except FileNotFoundError as error:
-            if _is_missing_shard(error, name):
+            # The index itself may be missing, but not a shard that it names.
+            text = str(error)
+            if name.endswith(".index.json") and name not in text and _WEIGHTS.search(text):
                 raise
         except PermissionError as error:
             refused = refused or error
@@ -122,12 +124,6 @@ def _checked(explicit: Any) -> str:
             f"found {explicit!r}"
         )
     return explicit
-
-
-def _is_missing_shard(error: FileNotFoundError, name: str) -> bool:
-    """Tell whether a shard is missing that an index names, and not the index itself."""
-    text = str(error)
-    return name.endswith(".index.json") and name not in text and bool(_WEIGHTS.search(text))
 
 
 class TensorFileOptions:
