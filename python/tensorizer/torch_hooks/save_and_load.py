@@ -165,7 +165,7 @@ def _weights_only(given: bool | None) -> bool:
     return bool(torch.serialization._default_to_weights_only(None))
 
 
-#: What replaces a call of torch in the innermost block: called with torch's function and arguments.
+#: The replacement of a call of torch in the innermost block, which gets its function and arguments.
 _saving: ContextVar[Callable[..., Any] | None] = ContextVar("_saving", default=None)
 _loading: ContextVar[Callable[..., Any] | None] = ContextVar("_loading", default=None)
 _restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
