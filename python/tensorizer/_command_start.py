@@ -6,16 +6,9 @@ it. In other programs this module does nothing.
 
 import sys
 
-
-def _is_command() -> bool:
-    if (getattr(sys, "argv", None) or [""])[0] != "-m":
-        return False
-    # True only while the interpreter looks up the module that ``-m`` names.
-    given = sys.orig_argv
-    return "-m" in given and given[given.index("-m") + 1 :][:1] == ["tensorizer"]
-
-
-if _is_command():
+# ``-m`` is there only while the interpreter looks up the module that it names.
+_given = sys.orig_argv if (getattr(sys, "argv", None) or [""])[0] == "-m" else []
+if "-m" in _given and _given[_given.index("-m") + 1 :][:1] == ["tensorizer"]:
     from tensorizer_cli.main import main
 
     del sys.modules[__package__]

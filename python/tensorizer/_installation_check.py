@@ -55,12 +55,9 @@ def _replaced(folder: Path) -> list[str]:
     for distribution in distributions(name="tensorizer", path=[str(folder.parent)]):
         ours = [file for file in distribution.files or [] if file.suffix == ".py" and file.hash]
         if "tensorizer/_native.py" in map(str, ours):
-            paths = [(folder.parent / file, file.hash) for file in ours]
-            return [
-                path.name
-                for path, recorded in paths
-                if path.is_file() and recorded is not None and recorded.value != _sha256(path)
-            ]
+            hashes = {folder.parent / file: file.hash for file in ours}
+            there = [path for path in hashes if path.is_file()]
+            return [one.name for one in there if getattr(hashes[one], "value", "") != _sha256(one)]
     return []
 
 

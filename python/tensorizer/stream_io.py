@@ -15,11 +15,7 @@ from .streams.credentials import (
     _infer_credentials as _infer_credentials,
     _ParsedCredentials as _ParsedCredentials,
 )
-from .streams.open import (
-    open_stream,
-    s3_download as s3_download,
-    s3_upload as s3_upload,
-)
+from .streams.open import open_stream, s3_download as s3_download, s3_upload as s3_upload
 from .streams.servers import CURLStreamFile, RedisStreamFile
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]

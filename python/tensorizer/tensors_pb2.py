@@ -1,14 +1,6 @@
 """The protobuf messages of :mod:`tensorizer.protobuf`."""
 
-from .tensors.messages import (
-    DESCRIPTOR,
-    VALUES,
-    Attribute,
-    AttributeType,
-    Dtype,
-    Module,
-    Tensor,
-)
+from .tensors.messages import DESCRIPTOR, VALUES, Attribute, AttributeType, Dtype, Module, Tensor
 
 globals().update(VALUES)
 

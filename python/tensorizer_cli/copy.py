@@ -137,7 +137,7 @@ def _store(source: BatchedFile, target: str, options: argparse.Namespace) -> Any
             _write(source, file.fileno(), options)
             file.seek(0)
             copy_to_output(file)
-        elif targets.is_redis_address(target):
+        elif target.lower().startswith(("redis://", "rediss://")):
             server = opened.enter_context(targets.redis_server(target))
             changes = options.decryption, options.encryption, options.alignment
             is_changed = options.drop_metadata or any(one is not None for one in changes)

@@ -67,12 +67,9 @@ def ls(options: argparse.Namespace) -> int:
 
 def _head(file: FileDescription) -> dict[str, Any]:
     """Return the first fields for JSON."""
-    found: dict[str, Any] = {"file": file.shown}
-    if file.left_out:
-        found["objects"] = file.left_out
-    if file.unreached:
-        found["unreached"] = file.unreached
-    return found | {"format": file.reader.format}
+    lists = {"objects": file.left_out, "unreached": file.unreached}
+    there = {name: found for name, found in lists.items() if found}
+    return {"file": file.shown, **there, "format": file.reader.format}
 
 
 def _metadata(file: FileDescription) -> tuple[dict[str, str] | None, list[str]]:

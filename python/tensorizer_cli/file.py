@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,11 +241,9 @@ class _CheckpointFile(BatchedFile):
         if whole.files:
             file = OpenFile(whole.files[0], key_needed=False)
             first = self._opened.enter_context(file).reader
-        count, lens = len(whole.names), [whole.nbytes(name) for name in whole.names]
-        types = [
-            (str(dtype).removeprefix("torch."), tuple(shape))
-            for dtype, shape in map(whole.describe, whole.names)
-        ]
+        count, described = len(whole.names), [whole.describe(name) for name in whole.names]
+        lens = [math.prod(shape) * dtype.itemsize for dtype, shape in described]
+        types = [(str(dtype).removeprefix("torch."), tuple(shape)) for dtype, shape in described]
         # The parts of a reader that commands use. A tensor in several files has no one position.
         reader = SimpleNamespace(
             uri=folder,

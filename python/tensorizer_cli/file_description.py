@@ -133,5 +133,4 @@ def size(count: float) -> str:
     """Return a number of bytes as readable text."""
     if count < 1000:
         return plural(int(count), "byte")
-    shown: str = native.module().convert_bytes(count)
-    return shown
+    return str(native.module().convert_bytes(count))

@@ -99,5 +99,4 @@ def completion_script(shell: str) -> str:
                 for argument in one._actions:
                     if argument.metavar in _FILES:
                         argument.complete = shtab.FILE
-    script: str = shtab.complete(parser, shell)
-    return script
+    return str(shtab.complete(parser, shell))

@@ -14,25 +14,12 @@ from typing import Any
 
 from .arguments import parse
 from .file_description import refuse_missing
-from .output import (
-    error_line,
-    open_closed_streams,
-    print_error,
-    report_error,
-    warnings_reported,
-)
+from .output import error_line, open_closed_streams, print_error, report_error, warnings_reported
 
 #: The exit status after an error, and after Ctrl-C.
 _FAILED, _INTERRUPTED = 2, 130
 #: Errors that files, servers and machines cause; any other is a mistake in the program.
-_EXPECTED = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    MemoryError,
-    ImportError,
-    pickle.UnpicklingError,
-)
+_EXPECTED = (OSError, ValueError, RuntimeError, MemoryError, ImportError, pickle.UnpicklingError)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,8 +50,7 @@ def _run(options: argparse.Namespace, *, owns_process: bool) -> int:
             # Most commands import torch, which takes long, and may not be the one it was built for.
             with _ended_by_ctrl_c(options.json) if owns_process else contextlib.nullcontext():
                 module = import_module(f"{__package__}.{options.module}")
-            status: int = getattr(module, options.command)(options)
-            return status
+            return int(getattr(module, options.command)(options))
     except Exception as error:
         own = type(error).__module__.partition(".")[0] == "tensorizer"
         if not own and not isinstance(error, _EXPECTED) and not options.json:

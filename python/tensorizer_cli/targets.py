@@ -55,11 +55,6 @@ def resolve(options: argparse.Namespace) -> str:
     return found
 
 
-def is_redis_address(target: str) -> bool:
-    """Tell whether a target is the address of a Redis server."""
-    return target.lower().startswith(("redis://", "rediss://"))
-
-
 @contextlib.contextmanager
 def redis_server(target: str) -> Iterator[tuple[Any, str]]:
     """Yield a client of a Redis server, and the prefix that an address names.

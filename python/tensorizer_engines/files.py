@@ -10,29 +10,32 @@ from pathlib import Path
 from tensorizer.streams.addresses import is_address
 
 
-def is_weights_path(model: str) -> bool:
-    """Tell whether a model's path is the address of weights, or a file of weights.
+def is_model_name(model: str) -> bool:
+    """Tell whether a model is known by name only, and not by an address or a path.
 
     Raises:
         ValueError: It is an address of an unknown kind.
 
     """
-    return is_address(model) or Path(model).is_file()
+    return not is_address(model) and not Path(model).exists()
 
 
-def tensors_file(folder: str) -> str | None:
-    """Return a folder's ``model.tensors``, else its only ``*.tensors``.
+def weights_file(model: str) -> str | None:
+    """Return an address or file itself; of a folder ``model.tensors``, else its only ``*.tensors``.
 
     Raises:
-        ValueError: There are several, and none of them is called ``model.tensors``.
+        ValueError: There are several, and none of them is called ``model.tensors``; or it is an
+            address of an unknown kind.
 
     """
-    found = sorted(Path(folder).glob("*.tensors"))
+    if is_address(model) or Path(model).is_file():
+        return model
+    found = sorted(Path(model).glob("*.tensors"))
     named = [path for path in found if path.name == "model.tensors"] or found
     if len(named) > 1:
         names = ", ".join(path.name for path in named)
         raise ValueError(
-            f"{folder} holds several files of tensors, {names}: name one of them as uri"
+            f"{model} holds several files of tensors, {names}: name one of them as uri"
         )
     return str(named[0]) if named else None
 

@@ -84,9 +84,8 @@ def tensor_parallel_group(parallel_state: str) -> Any:
     """
     try:
         groups = importlib.import_module(parallel_state)
-        return (
-            groups.get_tp_group().device_group if groups.model_parallel_is_initialized() else None
-        )
+        is_initialized = groups.model_parallel_is_initialized()
+        return groups.get_tp_group().device_group if is_initialized else None
     except (ImportError, AttributeError):
         return None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,10 +77,9 @@ class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is known by name only; addresses are read during the load."""
-        from tensorizer_engines.files import is_weights_path
+        from tensorizer_engines.files import is_model_name
 
-        model = model_config.model_path
-        if self._options.uri is None and not is_weights_path(model) and not Path(model).exists():
+        if self._options.uri is None and is_model_name(model_config.model_path):
             super().download_model(model_config)
 
     def _get_all_weights(
@@ -89,12 +87,10 @@ class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self._device = self._options.device_for(model)
         # The first source that is requested is the model's own weights.
-        is_served = _is_served(model_config)
+        is_served, state = _is_served(model_config), "sglang.srt.distributed.parallel_state"
         self._uri = self._options.uri if is_served else None
         # A model that drafts is not loaded by all ranks.
-        self._group = None
-        if is_served:
-            self._group = tensor_parallel_group("sglang.srt.distributed.parallel_state")
+        self._group = tensor_parallel_group(state) if is_served else None
         yield from super()._get_all_weights(model_config, model)
 
     def _get_weights_iterator(
@@ -115,20 +111,16 @@ class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is
         number = getattr(self.load_config, "draft_model_idx", None)
         if number is None:
             return weights(files, self._options, self._device, source.prefix, group=self._group)
-        found: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(
-            weights(files, self._options, self._device, group=self._group), source.prefix, number
-        )
-        return found
+        every = weights(files, self._options, self._device, group=self._group)
+        return self._filter_mtp_weights(every, source.prefix, number)  # type: ignore[no-any-return]
 
     def _files(self, source: Any) -> list[str]:
         """Return the files of a source; SGLang chooses those of a folder, or downloads them."""
-        from tensorizer_engines.files import index_of_shards, is_weights_path, tensors_file
+        from tensorizer_engines.files import index_of_shards, weights_file
 
         model, patterns = source.model_or_path, source.allow_patterns_overrides
-        if patterns is None:
-            own = model if is_weights_path(model) else tensors_file(model)
-            if own is not None:
-                return [own]
+        if patterns is None and (own := weights_file(model)):
+            return [own]
         folder, files, are_safetensors = self._prepare_weights(
             model, source.revision, source.fall_back_to_pt, patterns
         )

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,10 +54,9 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is known by name only; addresses are read during the load."""
-        from tensorizer_engines.files import is_weights_path
+        from tensorizer_engines.files import is_model_name
 
-        model = model_config.model
-        if self._options.uri is None and not is_weights_path(model) and not Path(model).exists():
+        if self._options.uri is None and is_model_name(model_config.model):
             super().download_model(model_config)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -90,16 +88,14 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
     ) -> Iterator[tuple[str, torch.Tensor]]:
         from vllm.model_executor.models.utils import get_pp_missing_layer_names
 
+        is_served, state = _is_served(model_config), "vllm.distributed.parallel_state"
         # A model that drafts is not loaded by all ranks.
-        self._group = None
-        if _is_served(model_config):
-            self._group = tensor_parallel_group("vllm.distributed.parallel_state")
+        self._group = tensor_parallel_group(state) if is_served else None
         self._elsewhere = tuple(get_pp_missing_layer_names(model))
         path = str(model_config.model)
         loaded = loaded_weights(model, path)
         # The first source that is requested is the model's own weights.
-        follows_uri = loaded.path == path and _is_served(model_config)
-        self._uri = self._options.uri if follows_uri else None
+        self._uri = self._options.uri if loaded.path == path and is_served else None
         # A model that sleeps may lose its weights.
         sleeps = bool(getattr(model_config, "enable_sleep_mode", False))
         self._reload = Reload(loaded, self._options, _part_function(), reads_all=sleeps)
@@ -131,13 +127,12 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
 
     def _files(self, source: Any) -> list[str]:
         """Return the files of a source; vLLM chooses those of a folder, or downloads them."""
-        from tensorizer_engines.files import index_of_shards, is_weights_path, tensors_file
+        from tensorizer_engines.files import index_of_shards, weights_file
 
         model = source.model_or_path
-        if source.allow_patterns_overrides is None and not getattr(source, "subfolder", None):
-            own = model if is_weights_path(model) else tensors_file(model)
-            if own is not None:
-                return [own]
+        is_plain = source.allow_patterns_overrides is None and not getattr(source, "subfolder", "")
+        if is_plain and (own := weights_file(model)):
+            return [own]
         # Its parameters are fields of a source; later releases have more of them.
         asked = inspect.signature(self._prepare_weights).parameters
         given = {name: getattr(source, name) for name in asked if hasattr(source, name)}

@@ -40,7 +40,7 @@ def check_saving(file_obj: Any, options: Mapping[str, Any], *, for_function: boo
     )
 
 
-def check_loading(options: Mapping[str, Any], *, for_function: bool) -> None:
+def check_loading(options: Mapping[str, Any]) -> None:
     """Refuse the arguments of a loading block that no load could use.
 
     Raises:
@@ -48,8 +48,6 @@ def check_loading(options: Mapping[str, Any], *, for_function: bool) -> None:
             given.
 
     """
-    if for_function:
-        return
     for name in ("dtype", "filter_func"):
         if options.get(name) is not None:
             raise ValueError(
@@ -106,11 +104,7 @@ def check_decorated(block: str, function: Any) -> None:
             f"{block} decorates functions, not {type(function).__name__}: write @{block}() with "
             "brackets above the function that saves or loads"
         )
-    later = (
-        inspect.iscoroutinefunction,
-        inspect.isgeneratorfunction,
-        inspect.isasyncgenfunction,
-    )
+    later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_later(function) for is_later in later):
         raise TypeError(
             f"{block} cannot decorate {function.__name__!r}, whose code runs after the call: use "

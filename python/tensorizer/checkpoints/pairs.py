@@ -8,7 +8,8 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -103,7 +104,7 @@ def save_pair(
         try:
             torch_save(pickled, saving_module(collector, finish))
             lock = locks.enter_context(SaveLock(local_file(file)))
-            pickle_identity = FileIdentity.of_argument(target)
+            pickle_identity = FileIdentity(target)
             _publish(target, pickled.getbuffer(), storage_files)
         except BaseException:
             for storage_file in storage_files:
@@ -148,36 +149,30 @@ def _publish(target: Any, pickled: memoryview, storage_files: list[StorageFile])
         raise
 
 
+@dataclass(eq=False)
 class StorageFileLoader:
     """The storages for one call of ``torch.load``; the first request reads all of them.
 
-    Args:
-        target: The file that torch loads.
+    Attributes:
         file_obj: The argument of the block; see :func:`storage_file_for`.
         load_func: A function that reads the storages instead.
         options: The arguments of :class:`TensorDeserializer`.
+        target: The file that torch loads.
         map_location: The argument of ``torch.load``.
         mmap: True if ``torch.load`` shall map files.
+        record: The record in the pickle; None if it has none, or was not read yet.
 
     """
 
-    def __init__(
-        self,
-        target: Any,
-        file_obj: Any,
-        load_func: LoadFunc | None,
-        options: Mapping[str, Any],
-        *,
-        map_location: Any,
-        mmap: bool,
-    ) -> None:
-        self._target, self._file_obj, self._load_func = target, file_obj, load_func
-        self._options = dict(options)
-        self._map_location = map_location
-        self._mmap = mmap
-        self.record: PairRecord | None = None
-        self._loaded: list[torch.UntypedStorage] | None = None
-        self._saved_locations: list[str] = []
+    file_obj: Any
+    load_func: LoadFunc | None
+    options: dict[str, Any]
+    target: Any
+    map_location: Any
+    mmap: bool
+    record: PairRecord | None = None
+    _loaded: list[torch.UntypedStorage] | None = None
+    _saved_locations: Sequence[str] = ()
 
     def get(self, index: int) -> torch.UntypedStorage:
         """Return a storage.
@@ -202,23 +197,23 @@ class StorageFileLoader:
         self._loaded = None
 
     def _name(self) -> str:
-        return repr(path_of(self._target) or self._target)
+        return repr(path_of(self.target) or self.target)
 
     def _load(self) -> list[torch.UntypedStorage]:
-        file = storage_file_for(self._file_obj, self._target)
+        file = storage_file_for(self.file_obj, self.target)
         if file is None:
             raise PairMismatchError(
                 f"{self._name()} keeps its storages in another file: expected that file as file_obj"
             )
-        if self._load_func is not None:
-            tensors = self._load_func(file, dict(self._options))
+        if self.load_func is not None:
+            tensors = self.load_func(file, dict(self.options))
             loaded = [tensor.untyped_storage() for tensor in tensors]
             self._check_count(len(loaded), "the list that load_func returned")
-            return loaded if self._map_location is None else self._restored(loaded)
-        options = {name: v for name, v in self._options.items() if name not in _WITHOUT_EFFECT}
+            return loaded if self.map_location is None else self._restored(loaded)
+        options = {name: v for name, v in self.options.items() if name not in _WITHOUT_EFFECT}
         device = options.pop("device", None)
         # As in torch: storages that are not mapped are copies, independent of the file.
-        options["mmap"] = True if self._mmap else options.get("mmap", False)
+        options["mmap"] = True if self.mmap else options.get("mmap", False)
         # Each storage needs memory of its own.
         options["clone"] = True
         options["progress"] = reporter = ProgressReporter(options.pop("progress", False))
@@ -237,12 +232,18 @@ class StorageFileLoader:
             except (OSError, FormatError, CryptographyError, PairMismatchError) as raised:
                 error = raised
             by_load_func = self.record is not None and expected is None
-            kept = None if by_load_func else retained_storage_file(self._target, file, expected)
+            kept = None if by_load_func else retained_storage_file(self.target, file, expected)
             if kept is not None:
                 # A save that is under way removes the kept file when it ends.
                 with contextlib.suppress(FileNotFoundError):
                     opened = self._opened(kept, options, expected)
-                    self._warn_of_retained(file, kept)
+                    warnings.warn(
+                        f"a save over {self._name()} was killed or is in progress: its storages "
+                        f"are read from {kept!r}, where the save has moved them, and not from "
+                        f"{file!r}; the next save removes what a killed save has left",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
                     return opened
             elif not identity.was_replaced():
                 break
@@ -251,15 +252,6 @@ class StorageFileLoader:
             raise error
         what = f"{self._name()} keeps its storages in another file, which is missing"
         raise FileNotFoundError(errno.ENOENT, what, file) from error
-
-    def _warn_of_retained(self, file: Any, kept: str) -> None:
-        warnings.warn(
-            f"a save over {self._name()} was killed or is in progress: its storages are read from "
-            f"{kept!r}, where the save has moved them, and not from {file!r}; the next save "
-            "removes what a killed save has left",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
     def _opened(self, file: Any, options: dict[str, Any], expected: str | None) -> OpenFile:
         opened = OpenFile(file, closes_stream=True, **options)
@@ -301,14 +293,14 @@ class StorageFileLoader:
     def _read(self, file: OpenFile, numbers: list[int], device: Any) -> list[torch.UntypedStorage]:
         lens = file.reader.memory_lens(numbers)
         locations = [self._location(index, device) for index in range(len(numbers))]
-        on_meta = _is_meta(self._map_location)
+        on_meta = str(self.map_location).partition(":")[0] == "meta"
         if on_meta or torch._guards.detect_fake_mode(None) is not None:
             storages = [torch.UntypedStorage(length, device="meta") for length in lens]
             for storage, location in zip(storages, locations, strict=True):
                 if not on_meta:
                     storage._fake_device = location  # type: ignore[assignment]
             return storages
-        by_call = callable(self._map_location)
+        by_call = callable(self.map_location)
         # torch resolves the locations, and raises its own error if there is no such device.
         probe = torch.UntypedStorage(0)
         resolved = {
@@ -342,7 +334,7 @@ class StorageFileLoader:
         For a function as ``map_location``, it is as saved. Files of the old package do not state
         how they were saved.
         """
-        wanted = self._map_location
+        wanted = self.map_location
         saved = self._saved_locations[index] if self._saved_locations else None
         if isinstance(wanted, dict):
             return str(wanted.get(saved or "cpu", saved or "cpu"))
@@ -356,11 +348,7 @@ class StorageFileLoader:
 
     def _restored(self, storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Move storages to their locations, as torch does."""
-        by_call = self._map_location if callable(self._map_location) else None
+        by_call = self.map_location if callable(self.map_location) else None
         restore = torch.serialization._get_restore_location(by_call)
         moved = [restore(one, self._location(at, None)) for at, one in enumerate(storages)]
         return [getattr(one, "_untyped_storage", one) for one in moved]
-
-
-def _is_meta(map_location: Any) -> bool:
-    return str(map_location).partition(":")[0] == "meta"

@@ -223,10 +223,8 @@ def unpickler_class(base: Any, storages: StorageProvider) -> type:
 
         def load(self) -> Any:
             # torch has set a function that resolves its own ids.
-            torch_persistent_load = self.persistent_load
-            self.persistent_load = functools.partial(
-                _persistent_load, storages, torch_persistent_load
-            )
+            torchs = self.persistent_load
+            self.persistent_load = functools.partial(_persistent_load, storages, torchs)
             return super().load()
 
         def pop_mark(self) -> list[Any]:
@@ -282,6 +280,5 @@ class _AllowedTag(str):
 
 def _module(**replaced: Any) -> types.ModuleType:
     module = types.ModuleType("pickle")
-    module.__dict__.update({name: getattr(pickle, name) for name in pickle.__all__})
-    module.__dict__.update(replaced)
+    vars(module).update({name: getattr(pickle, name) for name in pickle.__all__} | replaced)
     return module

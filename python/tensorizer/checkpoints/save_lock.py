@@ -32,11 +32,6 @@ def shortened_name(path: Path) -> str:
     return name
 
 
-def lock_file_of(path: Path) -> Path:
-    """Return the lock file of a storage file."""
-    return path.with_name(f".{shortened_name(path)}.tensorizer-lock")
-
-
 class SaveLock:
     """The save lock of a storage file, a context manager; other saves wait for its release.
 
@@ -49,7 +44,8 @@ class SaveLock:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._lock_path = None if path is None else lock_file_of(path)
+        #: The lock file; None for no lock.
+        self._lock_path = path and path.with_name(f".{shortened_name(path)}.tensorizer-lock")
         self._file: io.FileIO | None = None
         self._thread = threading.get_ident()
 
@@ -116,11 +112,6 @@ class SaveLock:
             if _is_file_at(file, lock):
                 lock.unlink(missing_ok=True)
 
-    def _close_in_child(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
 
 #: Held locks, by their lock files. References are weak: if an interrupt prevents ``__exit__``, the
 #: object is freed, which closes its file and releases the lock.
@@ -130,7 +121,9 @@ _held: weakref.WeakValueDictionary[Path, SaveLock] = weakref.WeakValueDictionary
 def _in_child() -> None:
     """Close the lock files that a forked child has inherited: it would hold the locks, too."""
     for lock in list(_held.values()):
-        lock._close_in_child()
+        if lock._file is not None:
+            lock._file.close()
+            lock._file = None
     _held.clear()
 
 

@@ -46,16 +46,11 @@ def local_file(file: Any) -> Path | None:
 
 
 class FileIdentity:
-    """The identity of the file at a path, to be compared later; the path may be None."""
+    """The identity of the file at a path, to be compared later; an open file counts as no path."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Any) -> None:
+        self._path = Path(os.fsdecode(path)) if is_path(path) else None
         self._original = self._current()
-
-    @classmethod
-    def of_argument(cls, target: Any) -> FileIdentity:
-        """Return an instance for what torch reads or writes; an open file counts as no path."""
-        return cls(Path(os.fsdecode(target)) if is_path(target) else None)
 
     def _current(self) -> tuple[int, int] | None:
         try:
@@ -232,7 +227,5 @@ def _pair_of(path: Path) -> str | None:
     """Return the identity that a storage file states; None if it states none."""
     with contextlib.closing(native_open(str(path), {"path": True})) as source:
         reader = Reader(source)
-    try:
+    with contextlib.closing(reader):
         return None if reader.pair_id is None else reader.pair_id.hex()
-    finally:
-        reader.close()

@@ -26,16 +26,6 @@ _RANK_FILE = re.compile(
 )
 
 
-def _make(folder: str) -> None:
-    """Make a folder and its parents, synced to disk so that they survive a loss of power."""
-    check_target(folder)
-    path = Path(folder)
-    missing = [one for one in (path, *path.parents) if not one.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        sync_folder(one.parent)
-
-
 class FolderLock(HeldFolder):
     """A shared lock on a folder that protects files of unfinished checkpoints from removal.
 
@@ -51,7 +41,13 @@ class FolderLock(HeldFolder):
     _access = os.O_RDONLY
 
     def __init__(self, folder: str) -> None:
-        _make(folder)
+        check_target(folder)
+        path = Path(folder)
+        missing = [one for one in (path, *path.parents) if not one.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        # Synced, so that the folder and its parents survive a loss of power.
+        for one in missing:
+            sync_folder(one.parent)
         super().__init__(folder)
         until = time.monotonic() + _LOCK_TIMEOUT
         while not self._is_locked():

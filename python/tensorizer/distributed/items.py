@@ -186,16 +186,11 @@ class Items(UserDict[str, Any]):
             elif outside := [box for box in made.chunks if 0 not in box.sizes]:
                 raise ValueError(f"chunks of {name!r} overlap its grid: {outside[0]}")
             else:
-                made.chunks = self._grid_chunks(item, made.size) + made.chunks
+                starts, files = chunks.decoded_grid(made.size, item["grid"]), len(self._order(item))
+                if (count := math.prod(map(len, starts))) != files:
+                    raise ValueError(f"{files} files for a grid of {count} chunks")
+                made.chunks = self._chunks_of_grid(made.size, starts) + made.chunks
         return made
-
-    def _grid_chunks(
-        self, item: dict[str, Any], size: torch.Size
-    ) -> list[dcp.ChunkStorageMetadata]:
-        starts, files = chunks.decoded_grid(size, item["grid"]), len(self._order(item))
-        if (count := math.prod(map(len, starts))) != files:
-            raise ValueError(f"{files} files for a grid of {count} chunks")
-        return self._chunks_of_grid(size, starts)
 
     def location(self, index: dcp.MetadataIndex) -> ItemLocation:
         """Return the location of the bytes of an object or a chunk.

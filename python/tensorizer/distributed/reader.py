@@ -266,9 +266,7 @@ def _read_tensors(file: OpenFile, wanted: _Wanted, planner: LoadPlanner) -> None
     wanted = sorted(wanted, key=lambda one: one[1])
     slices: list[tuple[int, list[tuple[int, int]] | None]] = []
     for item, number in wanted:
-        ends = [
-            (at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
-        ]
+        ends = [(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True)]
         is_whole = list(item.lengths) == file.reader.describe(number)[1]
         slices.append((number, None if is_whole else ends))
     parts = file.sliced(slices)

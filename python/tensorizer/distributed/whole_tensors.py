@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -83,11 +82,6 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
         """Yield the parts of a tensor, each with its file and its location there."""
         for number, chunk in enumerate(self._tensors[name].chunks):
             yield chunk, *self._location(dcp.MetadataIndex(name, chunk.offsets, number))
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor."""
-        tensor = self._tensors[name]
-        return math.prod(tensor.size) * tensor.properties.dtype.itemsize
 
     def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and shape of a tensor."""

@@ -158,26 +158,23 @@ class Writer(layout.InFolder, StorageWriter):
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``checkpoint.json``, and remove the files of an older checkpoint."""
         with Call("Writer.finish", self._timeout, True):
-            self._finish(metadata, results)
-
-    def _finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        locations = {one.index: one.storage_data for of_rank in results for one in of_rank}
-        version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        content = layout.encoded(dataclasses.replace(metadata, version=version), locations)
-        before: list[str] = []
-        now = {location.file for location in locations.values()}
-        self._refuse_to_replace()
-        if self._folder_lock is not None:
-            folders.check(self._open_folder, now, self.checkpoint_id)
-            # The file names of an older checkpoint are unknown if it cannot be read.
-            with contextlib.suppress(OSError, ValueError):
-                _, before = layout.read(self._open_folder)
-        with open_stream(self._path(layout.FILE), "wb") as file:
-            file.write(content)
-        folders.remove(self._open_folder, set(before) - now)
-        self._folder_lock = None
-        metadata.storage_data = locations
-        metadata.storage_meta = self.storage_meta()
+            locations = {one.index: one.storage_data for of_rank in results for one in of_rank}
+            version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+            content = layout.encoded(dataclasses.replace(metadata, version=version), locations)
+            before: list[str] = []
+            now = {location.file for location in locations.values()}
+            self._refuse_to_replace()
+            if self._folder_lock is not None:
+                folders.check(self._open_folder, now, self.checkpoint_id)
+                # The file names of an older checkpoint are unknown if it cannot be read.
+                with contextlib.suppress(OSError, ValueError):
+                    _, before = layout.read(self._open_folder)
+            with open_stream(self._path(layout.FILE), "wb") as file:
+                file.write(content)
+            folders.remove(self._open_folder, set(before) - now)
+            self._folder_lock = None
+            metadata.storage_data = locations
+            metadata.storage_meta = self.storage_meta()
 
     def storage_meta(self) -> dcp.StorageMeta:
         """Return the folder and the id of the save, for planners."""

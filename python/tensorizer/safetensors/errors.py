@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from .._errors import FormatError, InvalidVersionError
 
-if TYPE_CHECKING:
+try:
+    from safetensors import SafetensorError as SafetensorError
+except ImportError:
 
-    class SafetensorError(Exception):
+    class SafetensorError(Exception):  # type: ignore[no-redef]
         """A file is not a safetensors file, or has no tensor of a name."""
-
-else:
-    try:
-        from safetensors import SafetensorError
-    except ImportError:
-
-        class SafetensorError(Exception):
-            """A file is not a safetensors file, or has no tensor of a name."""
 
 
 @contextlib.contextmanager

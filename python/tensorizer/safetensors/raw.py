@@ -94,7 +94,7 @@ def serialize(
     """
     memory = io.BytesIO()
     with as_safetensor_errors("serializing", ValueError):
-        write_one(memory, _tensors(tensor_dict), metadata=_dict(metadata))
+        write_one(memory, _tensors(tensor_dict), metadata=metadata)
     return memory.getvalue()
 
 
@@ -113,7 +113,7 @@ def serialize_file(
     written, and ``TimeoutError`` after ``timeout`` seconds.
     """
     with as_safetensor_errors("serializing", ValueError, OSError):
-        write_one(filename, _tensors(tensor_dict), metadata=_dict(metadata))
+        write_one(filename, _tensors(tensor_dict), metadata=metadata)
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
@@ -137,10 +137,6 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
         data = bytearray(bytes[start : start + end - begin])
         found.append((name, {"shape": meta.shape, "dtype": meta.dtype, "data": data}))
     return found
-
-
-def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
-    return None if metadata is None else dict(metadata)
 
 
 def _tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:

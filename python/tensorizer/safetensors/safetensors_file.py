@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._errors import FormatError
 from .._locks import ForkSafeLock
 from ..file.open_file import OpenFile
 from ..file.opening import FileBytes
@@ -22,17 +23,9 @@ from .errors import SafetensorError, as_safetensor_errors
 #: of safetensors in one of torch.
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
-    "uint8": ("U8", 1),
-    "uint16": ("U16", 1),
-    "uint32": ("U32", 1),
-    "uint64": ("U64", 1),
-    "int8": ("I8", 1),
-    "int16": ("I16", 1),
-    "int32": ("I32", 1),
-    "int64": ("I64", 1),
-    "float16": ("F16", 1),
-    "float32": ("F32", 1),
-    "float64": ("F64", 1),
+    **{f"uint{bits}": (f"U{bits}", 1) for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": (f"I{bits}", 1) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": (f"F{bits}", 1) for bits in (16, 32, 64)},
     "bfloat16": ("BF16", 1),
     "complex64": ("C64", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
@@ -69,10 +62,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """
     try:
         named = torch.device("cpu" if device is None else device)
+        if named.type == "meta":
+            raise ValueError("it has no data")
     except (RuntimeError, TypeError, ValueError) as error:
         raise SafetensorError(f"device {device} is invalid") from error
-    if named.type == "meta":
-        raise SafetensorError(f"device {device} is invalid")
     return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
 
 
@@ -149,12 +142,11 @@ class SafetensorsFile:
     def _check_format(self) -> None:
         with as_safetensor_errors("deserializing header"):
             reader = self.file.reader
-        if reader.format != "safetensors":
-            self.file.close()
-            raise SafetensorError(
-                f"Error while deserializing header: expected a safetensors file, and {reader.uri} "
-                f"is one of {reader.format}"
-            )
+            if reader.format != "safetensors":
+                self.file.close()
+                raise FormatError(
+                    f"expected a safetensors file, and {reader.uri} is one of {reader.format}"
+                )
 
     def __del__(self) -> None:
         file: OpenFile | None = getattr(self, "file", None)

@@ -30,11 +30,6 @@ def storage_size(tensor: torch.Tensor) -> int:
         return tensor.nelement() * tensor.element_size()
 
 
-def _end_ptr(tensor: torch.Tensor) -> int:
-    """Return the address of the byte after a tensor's last one."""
-    return extent(tensor)[1] if tensor.nelement() else tensor.data_ptr()
-
-
 def _is_complete(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor takes all of its storage."""
     whole = tensor.nelement() * tensor.element_size() == storage_size(tensor)
@@ -53,13 +48,8 @@ def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
             storages[tensor.device, storage_ptr(tensor), storage_size(tensor)].append(name)
     groups: list[set[str]] = []
     for names in storages.values():
-        if len(names) == 1:
-            groups.append(set(names))
-            continue
         end = 0
-        for start, stop, name in sorted(
-            (tensors[name].data_ptr(), _end_ptr(tensors[name]), name) for name in names
-        ):
+        for start, stop, name in sorted((*extent(tensors[name]), name) for name in names):
             if start >= end:
                 groups.append(set())
             groups[-1].add(name)

@@ -41,10 +41,7 @@ class TensorizerCheckpointIO:
     """
 
     def __init__(
-        self,
-        *,
-        saving: Mapping[str, Any] | None = None,
-        loading: Mapping[str, Any] | None = None,
+        self, *, saving: Mapping[str, Any] | None = None, loading: Mapping[str, Any] | None = None
     ) -> None:
         self._saving, self._loading = dict(saving or {}), dict(loading or {})
         # Refuses arguments that no checkpoint could use.
@@ -106,10 +103,7 @@ class TensorizerCheckpointIO:
         if not file.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         with tensorizer_loading(**self._loading):
-            found: dict[str, Any] = torch.load(
-                file, map_location=map_location, weights_only=weights_only
-            )
-        return found
+            return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return]
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove both files of a checkpoint, or a folder. A link is removed without its target.
@@ -120,17 +114,16 @@ class TensorizerCheckpointIO:
 
         """
         file = _local(path)
-        if file.is_dir() and not file.is_symlink():
-            shutil.rmtree(file)
-            return
         if file.is_symlink():
             file.unlink()
-            return
-        tensors = file.with_name(f"{file.name}.tensors")
-        # A save in the background may be about to put one of them there.
-        with SaveLock(tensors):
-            file.unlink(missing_ok=True)
-            tensors.unlink(missing_ok=True)
+        elif file.is_dir():
+            shutil.rmtree(file)
+        else:
+            tensors = file.with_name(f"{file.name}.tensors")
+            # A save in the background may be about to put one of them there.
+            with SaveLock(tensors):
+                file.unlink(missing_ok=True)
+                tensors.unlink(missing_ok=True)
 
     def teardown(self) -> None:
         """Do nothing: the plugin holds nothing to release."""

@@ -51,28 +51,32 @@ class _SavingBlock:
     """One block of :func:`tensorizer_saving`."""
 
     def __init__(self, file_obj: Any, save_func: SaveFunc | None, options: dict[str, Any]) -> None:
-        self.file_obj, self.options = file_obj, options
-        self.save_func = save_func and _outside_blocks(save_func)
+        self.file_obj, self.save_func, self.options = file_obj, save_func, options
         #: The file of ``torch.save`` to which each storage file belongs. Objects are kept alive, so
         #: that their ids are not reused.
         self._written: dict[object, object] = {}
         self._kept_objects: list[Any] = []
 
-    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = _SAVE.bind(*args, **kwargs)
+    def __call__(self, original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         target = call.arguments["f"]
-        _check_pickle_module(call.arguments.get("pickle_module"), "saving")
         if not is_path(target) and not hasattr(target, "write"):
             raise AttributeError(
                 "expected 'f' to be a path or a file object with a 'write' attribute, "
                 f"found {type(target).__name__}"
             )
         if is_path(target):
-            _check_target(os.fsdecode(target))
+            path = os.fsdecode(target)
+            if local_path(path) != path:
+                raise ValueError(
+                    f"torch.save writes to paths, and {path} is an address: give a path, or for "
+                    "s3://, gs:// and az:// an open file: with open_stream(address, 'wb') as file: "
+                    "torch.save(object, file)"
+                )
+            check_target(path)
         skipped = torch.serialization._serialization_tls.skip_data
         file = None if skipped else storage_file_for(self.file_obj, target)
         if file is None:
-            return original(*args, **kwargs)
+            return original(*call.args, **call.kwargs)
         self._refuse_overwriting(file, target)
 
         def torch_save(pickled: Any, pickle_module: Any) -> None:
@@ -103,99 +107,47 @@ class _SavingBlock:
         return id(file), file.tell() if hasattr(file, "tell") else None
 
 
-class _LoadingBlock:
-    """One block of :func:`tensorizer_loading`."""
-
-    def __init__(
-        self,
-        file_obj: Any,
-        load_func: LoadFunc | None,
-        any_code: bool,
-        options: dict[str, Any],
-    ) -> None:
-        self.file_obj, self.options = file_obj, options
-        self.load_func = load_func and _outside_blocks(load_func)
-        self.any_code = any_code
-
-    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = _LOAD.bind(*args, **kwargs)
-        arguments = call.arguments
-        _check_pickle_module(arguments.get("pickle_module"), "loading")
-        mmap = arguments.get("mmap")
-        if mmap is None:
-            import torch.utils.serialization.config
-
-            mmap = torch.utils.serialization.config.load.mmap
-        # A module that was given is Python's own pickle; without it, torch chooses as usual.
-        arguments.pop("pickle_module", None)
-        if self.any_code:
-            arguments["weights_only"] = False
-        only_weights = _weights_only(arguments.get("weights_only"))
-        if only_weights:
-            # Explicit, so that torch cannot decide otherwise than ``_weights_only``.
-            arguments["weights_only"] = True
-        target = arguments["f"]
-        attempts = 1
-        while True:
-            pickle_identity = FileIdentity.of_argument(target)
-            storages = StorageFileLoader(
-                target,
-                self.file_obj,
-                self.load_func,
-                self.options,
-                map_location=arguments.get("map_location"),
-                mmap=mmap,
-            )
-            try:
-                return _load_from(storages, only_weights, original, call)
-            except (FileNotFoundError, PairMismatchError):
-                # Both files were replaced between opening one and the other.
-                if attempts == MAX_ATTEMPTS or not pickle_identity.was_replaced():
-                    raise
-                attempts += 1
-
-
-def _load_from(
-    storages: StorageFileLoader,
-    only_weights: bool,
+def _load(
+    storages_of: Callable[..., StorageFileLoader],
+    any_code: bool,
     original: Callable[..., Any],
     call: inspect.BoundArguments,
 ) -> Any:
-    """Call ``torch.load`` such that it takes the storages from ``storages``."""
-    outer = _restricted.get()
+    """Call ``torch.load`` such that it takes the storages from their own file."""
+    arguments = call.arguments
+    mmap = arguments.get("mmap")
+    if mmap is None:
+        import torch.utils.serialization.config
+
+        mmap = torch.utils.serialization.config.load.mmap
+    # A module that was given is Python's own pickle; without it, torch chooses as usual.
+    arguments.pop("pickle_module", None)
+    if any_code:
+        arguments["weights_only"] = False
+    only_weights = _weights_only(arguments.get("weights_only"))
     if only_weights:
-        _restricted.set(unpickler_class(restricted.Unpickler, storages))
-    else:
-        call.arguments["pickle_module"] = loading_module(storages)
-    try:
-        return original(*call.args, **call.kwargs)
-    finally:
-        _restricted.set(outer)
-        storages.forget()
-
-
-def _check_target(path: str) -> None:
-    """Refuse an address as the path of a pickle, before its storages are sent there.
-
-    Raises:
-        ValueError: It is an address, also a misspelled one, or begins with ``~/``.
-
-    """
-    if local_path(path) != path:
-        raise ValueError(
-            f"torch.save writes to paths, and {path} is an address: give a path, or for s3://, "
-            "gs:// and az:// an open file: with open_stream(address, 'wb') as file: "
-            "torch.save(object, file)"
-        )
-    check_target(path)
-
-
-def _check_pickle_module(module: Any, doing: str) -> None:
-    if module is not None and module is not pickle:
-        raise ValueError(
-            f"pickle_module={getattr(module, '__name__', module)!r}: {doing} by tensorizer needs "
-            "Python's own pickle. Call torch outside of the block, or without pickle_module"
-        )
+        # Explicit, so that torch cannot decide otherwise than ``_weights_only``.
+        arguments["weights_only"] = True
+    target, location = arguments["f"], arguments.get("map_location")
+    outer = _restricted.get()
+    attempts = 1
+    while True:
+        pickle_identity = FileIdentity(target)
+        storages = storages_of(target, location, mmap)
+        if only_weights:
+            _restricted.set(unpickler_class(restricted.Unpickler, storages))
+        else:
+            arguments["pickle_module"] = loading_module(storages)
+        try:
+            return original(*call.args, **call.kwargs)
+        except (FileNotFoundError, PairMismatchError):
+            # Both files were replaced between opening one and the other.
+            if attempts == MAX_ATTEMPTS or not pickle_identity.was_replaced():
+                raise
+            attempts += 1
+        finally:
+            _restricted.set(outer)
+            storages.forget()
 
 
 def _weights_only(given: bool | None) -> bool:
@@ -213,8 +165,9 @@ def _weights_only(given: bool | None) -> bool:
     return bool(torch.serialization._default_to_weights_only(None))
 
 
-_saving: ContextVar[_SavingBlock | None] = ContextVar("_saving", default=None)
-_loading: ContextVar[_LoadingBlock | None] = ContextVar("_loading", default=None)
+#: The replacement of a call of torch in the innermost block, which gets its function and arguments.
+_saving: ContextVar[Callable[..., Any] | None] = ContextVar("_saving", default=None)
+_loading: ContextVar[Callable[..., Any] | None] = ContextVar("_loading", default=None)
 _restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
 
 
@@ -233,12 +186,9 @@ def _outside_blocks(func: Callable[..., Any]) -> Callable[..., Any]:
 class _RestrictedUnpicklerModule:
     """A stand-in for torch's module of the unpickler for ``weights_only=True``."""
 
-    @property
-    def Unpickler(self) -> type:  # the name that torch looks for
-        return _restricted.get() or restricted.Unpickler
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(restricted, name)
+        own = _restricted.get() if name == "Unpickler" else None
+        return own or getattr(restricted, name)
 
 
 class _TorchPatch(Patch):
@@ -266,7 +216,15 @@ def _in_place_of(
         is_left_alone = variable is _saving and caller.startswith("torch.distributed.checkpoint")
         if block is None or is_left_alone:
             return original(*args, **kwargs)
-        return block.call(original, *args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        module = bound.arguments.get("pickle_module")
+        if module is not None and module is not pickle:
+            raise ValueError(
+                f"pickle_module={getattr(module, '__name__', module)!r}: "
+                f"{variable.name.strip('_')} by tensorizer needs Python's own pickle. Call torch "
+                "outside of the block, or without pickle_module"
+            )
+        return block(original, bound)
 
     # Also for callers that ignore ``__wrapped__``.
     call.__signature__ = signature  # type: ignore[attr-defined]
@@ -343,7 +301,8 @@ def tensorizer_saving(
     name = "tensorizer_saving"
     check_decoration(name, file_obj, sys._getframe(1))
     check_saving(file_obj, serializer_kwargs, for_function=save_func is not None)
-    return _Block(name, _saving, lambda: _SavingBlock(file_obj, save_func, serializer_kwargs))
+    func = save_func and _outside_blocks(save_func)
+    return _Block(name, _saving, lambda: _SavingBlock(file_obj, func, serializer_kwargs))
 
 
 def tensorizer_loading(
@@ -384,14 +343,15 @@ def tensorizer_loading(
     """
     name = "tensorizer_loading"
     check_decoration(name, file_obj, sys._getframe(1))
-    check_loading(deserializer_kwargs, for_function=load_func is not None)
+    if load_func is None:
+        check_loading(deserializer_kwargs)
     if suppress_weights_only:
         warnings.warn(
             "suppress_weights_only lets files run any code while they are loaded: rather pass "
             "weights_only=False to torch.load, for files that you trust",
             stacklevel=2,
         )
-    options = dict(deserializer_kwargs)
-    return _Block(
-        name, _loading, lambda: _LoadingBlock(file_obj, load_func, suppress_weights_only, options)
-    )
+    func = load_func and _outside_blocks(load_func)
+    storages_of = functools.partial(StorageFileLoader, file_obj, func, deserializer_kwargs)
+    load = functools.partial(_load, storages_of, suppress_weights_only)
+    return _Block(name, _loading, lambda: load)

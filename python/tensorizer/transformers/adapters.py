@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..file.options import ReadOptions, split_options, takes
 from ..file.progress import ProgressType
-from .configs import refuse_hub_arguments
+from .configs import refusal, refuse_hub_arguments
 from .fetching import fetched_files
 from .folders import ModelFolder
 from .libraries import library
-from .weights import TensorFileOptions, Weights, open_weights
+from .weights import TensorFileOptions, Weights
 
 _CONFIG = "adapter_config.json"
 #: Arguments that only PEFT's own loader has.
@@ -67,14 +66,24 @@ def load_adapter(
 
     """
     refuse_hub_arguments(kwargs)
-    _refuse(kwargs)
+    for name in _UNSUPPORTED:
+        if kwargs.pop(name, None):
+            raise NotImplementedError(
+                f"{name} is for PeftModel.from_pretrained itself, inside a block of "
+                "tensorizer.safetensors.tensorizer_safetensors()"
+            )
     peft = library("peft")
     folder = ModelFolder(address)
     ignores = kwargs.pop("ignore_mismatched_sizes", False)
     device = kwargs.pop("torch_device", None)
     options = TensorFileOptions(progress, None, split_options(ReadOptions, kwargs))
     if config is None:
-        config = _configuration(peft, folder, options.headers)
+        with fetched_files(folder, options.headers) as files:
+            files.fetch([_CONFIG])
+            if not files.has(_CONFIG):
+                advice = ": expected an adapter of PEFT"
+                raise refusal(folder, files, _CONFIG, f"no {_CONFIG}", advice)
+            config = peft.PeftConfig.from_pretrained(str(files.path))
     if is_trainable and getattr(config, "is_prompt_learning", False):
         raise ValueError(
             "an adapter of learned prompts cannot be trained further: pass is_trainable=False"
@@ -82,9 +91,14 @@ def load_adapter(
     config.inference_mode = not is_trainable
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), None)
-    with options.open(lambda one: open_weights(folder, "peft", None, one)) as file:
+    with options.open(folder, "peft") as file:
         weights = dict(Weights(file, options, device))
-    adapted = _adapted(peft, model, config, adapter_name, kwargs)
+    adapted: Any = model
+    if isinstance(model, peft.PeftModel):
+        model.add_adapter(adapter_name, config, **kwargs)
+    else:
+        cls = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
+        adapted = cls(model, config, adapter_name=adapter_name, **kwargs)
     if is_trainable and adapted is model and hasattr(model, "set_requires_grad"):
         # An adapter that is added to a ``PeftModel`` is frozen at first.
         model.set_requires_grad(adapter_name)
@@ -101,43 +115,6 @@ def load_adapter(
         cast(adapter_name=adapter_name, autocast_adapter_dtype=autocast)
     _warn(peft, folder, config, adapter_name, found)
     return adapted if is_trainable else adapted.eval()
-
-
-def _configuration(peft: Any, folder: ModelFolder, headers: Mapping[str, str] | None) -> Any:
-    """Return the configuration in the folder of an adapter."""
-    with fetched_files(folder, headers) as files:
-        files.fetch([_CONFIG])
-        if not files.has(_CONFIG):
-            if _CONFIG in files.refused:
-                raise files.refused[_CONFIG]
-            raise FileNotFoundError(f"no {_CONFIG} at {folder.shown}: expected an adapter of PEFT")
-        return peft.PeftConfig.from_pretrained(str(files.path))
-
-
-def _adapted(
-    peft: Any, model: torch.nn.Module, config: Any, name: str, kwargs: dict[str, Any]
-) -> Any:
-    """Return a model with the modules of an adapter, whose weights are set later."""
-    if isinstance(model, peft.PeftModel):
-        model.add_adapter(name, config, **kwargs)
-        return model
-    cls = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
-    return cls(model, config, adapter_name=name, **kwargs)
-
-
-def _refuse(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that only PEFT's own loader supports.
-
-    Raises:
-        NotImplementedError: There is such an argument.
-
-    """
-    for name in _UNSUPPORTED:
-        if kwargs.pop(name, None):
-            raise NotImplementedError(
-                f"{name} is for PeftModel.from_pretrained itself, inside a block of "
-                "tensorizer.safetensors.tensorizer_safetensors()"
-            )
 
 
 def _warn(peft: Any, folder: ModelFolder, config: Any, name: str, found: Any) -> None:

@@ -122,13 +122,8 @@ def load_tokenizer(
         OSError, ValueError: The folder cannot be read, or the library refuses its content.
 
     """
-    folder = ModelFolder(address)
-    with fetched_files(folder, headers) as files:
-        tokenizer = _from_auto_class(
-            folder, files, "AutoTokenizer", (), kwargs | {_TRUST: trust_remote_code}
-        )
-    tokenizer.name_or_path = folder.shown
-    return tokenizer
+    kwargs[_TRUST] = trust_remote_code
+    return _from_auto_class(address, headers, "AutoTokenizer", (), kwargs)
 
 
 @limited
@@ -161,10 +156,8 @@ def load_processor(
         OSError, ValueError: The folder cannot be read, or the library refuses its content.
 
     """
-    folder = ModelFolder(address)
-    with fetched_files(folder, headers) as files:
-        kwargs |= {_TRUST: trust_remote_code}
-        return _from_auto_class(folder, files, "AutoProcessor", _PROCESSOR, kwargs)
+    kwargs[_TRUST] = trust_remote_code
+    return _from_auto_class(address, headers, "AutoProcessor", _PROCESSOR, kwargs)
 
 
 def fetch_without_weights(folder: ModelFolder, files: FetchedFiles) -> list[str]:
@@ -181,27 +174,27 @@ def fetch_without_weights(folder: ModelFolder, files: FetchedFiles) -> list[str]
 
 
 def _from_auto_class(
-    folder: ModelFolder,
-    files: FetchedFiles,
+    address: str | os.PathLike[Any],
+    headers: Mapping[str, str] | None,
     auto: str,
     extra_files: tuple[str, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Return the object that an auto class makes of a tokenizer's and of further files."""
+    folder = ModelFolder(address)
     refuse_hub_arguments(kwargs)
-    _fetch_tokenizer(folder, files, extra_files)
-    names = [name for name in (*extra_files, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
-    if not any(map(files.has, names)):
-        what = auto.removeprefix("Auto").lower()
-        raise _refusal(folder, files, names[0], f"no {what}")
-    if kwargs[_TRUST]:
-        fetch_code(files, [*extra_files[:3], TOKENIZER_CONFIG, CONFIG])
-    if not files.in_place:
-        for name in filter(files.has, extra_files):
-            if name.endswith("config.json"):
-                drop_processor_files(files.path / name)
-    with address_in_errors(folder, files):
-        made = getattr(library("transformers"), auto).from_pretrained(files.path, **kwargs)
+    with fetched_files(folder, headers) as files:
+        _fetch_tokenizer(folder, files, extra_files)
+        names = [name for name in (*extra_files, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
+        if not any(map(files.has, names)):
+            what = auto.removeprefix("Auto").lower()
+            raise refusal(folder, files, names[0], f"no {what}")
+        if kwargs[_TRUST]:
+            fetch_code(files, [*extra_files[:3], TOKENIZER_CONFIG, CONFIG])
+        with address_in_errors(folder, files):
+            made = getattr(library("transformers"), auto).from_pretrained(files.path, **kwargs)
+    if auto == "AutoTokenizer":
+        made.name_or_path = folder.shown
     _show_address(made, folder, files)
     return made
 
@@ -228,7 +221,7 @@ def read_config(folder: ModelFolder, files: FetchedFiles) -> dict[str, Any]:
             f"no {CONFIG} at {folder.shown}, which is the folder of a pipeline: load each of its "
             "models by its own folder, and give them to the pipeline"
         )
-    raise _refusal(
+    raise refusal(
         folder, files, CONFIG, f"no {CONFIG}", ": pass config=, or the folder that has it"
     )
 
@@ -248,7 +241,7 @@ def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _refusal(
+def refusal(
     folder: ModelFolder, files: FetchedFiles, name: str, what: str, advice: str = ""
 ) -> OSError:
     """Return the error for a file that the server refuses, or that is missing."""
@@ -258,7 +251,7 @@ def _refusal(
 
 
 def _fetch_tokenizer(
-    folder: ModelFolder, files: FetchedFiles, extra_files: tuple[str, ...] = ()
+    folder: ModelFolder, files: FetchedFiles, extra_files: tuple[str, ...]
 ) -> None:
     """Fetch the files that a tokenizer may need, its vocabularies in a second round.
 
@@ -272,9 +265,11 @@ def _fetch_tokenizer(
     elif not files.has("tokenizer.json"):
         files.fetch(_VOCABULARIES)
     if not files.in_place:
-        for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
-            if files.has(name):
-                drop_tokenizer_files(files.path / name)
+        for name in filter(files.has, (TOKENIZER_CONFIG, "special_tokens_map.json")):
+            drop_tokenizer_files(files.path / name)
+        for name in filter(files.has, extra_files):
+            if name.endswith("config.json"):
+                drop_processor_files(files.path / name)
 
 
 def _tokenizer_class(folder: ModelFolder, files: FetchedFiles) -> Any:

@@ -66,15 +66,10 @@ def build(spec: ModelSpec, file: OpenFile, options: TensorFileOptions) -> Any:
     model.to(weights.device)  # buffers that no file has
     model.register_to_config(_name_or_path=spec.folder.shown)
     model.eval()
-    return (model, _loading_info(found)) if returns_loading_info else model
-
-
-def _loading_info(found: Any) -> dict[str, Any]:
-    """Return the library's result for ``output_loading_info=True``.
-
-    There are no mismatched shapes, because these are errors here.
-    """
-    return {
+    if not returns_loading_info:
+        return model
+    # There are no mismatched shapes, because these are errors here.
+    return model, {
         "missing_keys": list(found.missing_keys),
         "unexpected_keys": list(found.unexpected_keys),
         "mismatched_keys": [],

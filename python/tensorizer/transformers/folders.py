@@ -41,27 +41,20 @@ class ModelFolder:
         self.path: Path | None = None
         self.file: str | None = None
         self._base = self._query = ""
-        if isinstance(address, str) and is_address(address):
-            self._split(address)
-        else:
-            self._find(address)
-
-    def _find(self, address: str | os.PathLike[Any]) -> None:
-        """Find a local folder or file."""
-        plain = local_path(address) if isinstance(address, str) else None
-        path = Path(plain if plain is not None else os.fsdecode(address))
-        self.shown = str(path)
-        # Links of the folder are followed once: all files are of the version that they lead to now.
-        if path.is_file():
-            self.path = path.parent.resolve()
-            self.file = str(self.path / path.name)
-        elif path.is_dir():
-            self.path = path.resolve()
-        else:
-            raise FileNotFoundError(f"no folder of a model, and no file: {self.shown}")
-
-    def _split(self, address: str) -> None:
-        """Split an address into its folder, its file and its query."""
+        if not isinstance(address, str) or not is_address(address):
+            plain = local_path(address) if isinstance(address, str) else None
+            path = Path(plain if plain is not None else os.fsdecode(address))
+            self.shown = str(path)
+            # Links of the folder are followed once: all files are of the version that they lead to
+            # now.
+            if path.is_file():
+                self.path = path.parent.resolve()
+                self.file = str(self.path / path.name)
+            elif path.is_dir():
+                self.path = path.resolve()
+            else:
+                raise FileNotFoundError(f"no folder of a model, and no file: {self.shown}")
+            return
         found = scheme(address)
         kind = found[0] if found is not None else ""
         self.shown = without_secrets(address)

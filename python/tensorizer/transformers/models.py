@@ -19,7 +19,7 @@ from .folders import ModelFolder
 from .libraries import is_of, library
 from .model_spec import GENERATION_CONFIG, ModelSpec
 from .remote_code import entry, fetch_code
-from .weights import TensorFileOptions, open_weights
+from .weights import TensorFileOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,8 +88,15 @@ def from_pretrained(
 
     """
     refuse_hub_arguments(kwargs)
-    _refuse_meta(device)
-    dtype = _dtype(dtype, kwargs)
+    if device is None and torch.get_default_device().type == "meta":
+        # The library refuses this, too.
+        raise RuntimeError(
+            "from_pretrained loads weights, and torch's default device is 'meta': call it outside "
+            "of torch.device('meta'), or pass device="
+        )
+    old_name = kwargs.pop("torch_dtype", None)
+    dtype = old_name if dtype is None else dtype
+    dtype = checked_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
     folder = ModelFolder(address)
     options = TensorFileOptions(progress, group, split_options(LoadOptions, kwargs))
     with fetched_files(folder, options.headers) as files, options.members:
@@ -98,50 +105,25 @@ def from_pretrained(
         if trust_remote_code:
             fetch_code(files, [CONFIG] if config is None else [], config)
         cls = _resolve_auto_model(cls, config if config_json is None else config_json)
-        spec = ModelSpec(
-            folder,
-            files,
-            config_json,
-            cls,
-            config,
-            device,
-            dtype,
-            trust_remote_code is True,
-            kwargs,
-        )
+        trusted = trust_remote_code is True
+        spec = ModelSpec(folder, files, config_json, cls, config, device, dtype, trusted, kwargs)
         kind = _library_of(spec)
         is_diffusers = kind == "diffusers"
         explicit = None if is_diffusers else entry(spec.configuration, "transformers_weights")
         build = diffusers_models.build if is_diffusers else transformers_models.build
-        file = options.open(lambda one: open_weights(folder, kind, variant, one, explicit))
-        if not is_diffusers:
-            _warn_of_adapter(folder)
+        file = options.open(folder, kind, variant, explicit)
+        adapter = folder.path and folder.path / "adapter_config.json"
+        if not is_diffusers and adapter is not None and adapter.is_file():
+            # The library would attach it.
+            logger.warning(
+                "%s has an adapter too, which is not attached: use load_adapter(model, address)",
+                folder.shown,
+            )
         try:
             with address_in_errors(folder, files):
                 return build(spec, file, options)
         finally:
             file.close()
-
-
-def _dtype(dtype: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the dtype of a call; ``torch_dtype=`` is another name for it, as in the libraries."""
-    old = kwargs.pop("torch_dtype", None)
-    chosen = old if dtype is None else dtype
-    return checked_dtype(chosen) if isinstance(chosen, torch.dtype) else chosen
-
-
-def _refuse_meta(device: Any) -> None:
-    """Refuse to load inside a block that makes tensors without memory, as the library does.
-
-    Raises:
-        RuntimeError: torch's default device is ``meta``, and the call names no other.
-
-    """
-    if device is None and torch.get_default_device().type == "meta":
-        raise RuntimeError(
-            "from_pretrained loads weights, and torch's default device is 'meta': call it outside "
-            "of torch.device('meta'), or pass device="
-        )
 
 
 def _resolve_auto_model(cls: Any, config_json: Any) -> Any:
@@ -152,15 +134,6 @@ def _resolve_auto_model(cls: Any, config_json: Any) -> Any:
         entry(config_json, "_class_name") is None and entry(config_json, "model_type") is not None
     )
     return library("transformers").AutoModel if is_transformers else cls
-
-
-def _warn_of_adapter(folder: ModelFolder) -> None:
-    """Warn of an adapter beside the weights of a local model, which the library would attach."""
-    if folder.path is not None and (folder.path / "adapter_config.json").is_file():
-        logger.warning(
-            "%s has an adapter too, which is not attached: use load_adapter(model, address)",
-            folder.shown,
-        )
 
 
 def _library_of(spec: ModelSpec) -> str:

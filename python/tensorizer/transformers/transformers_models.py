@@ -28,9 +28,7 @@ def build(spec: ModelSpec, file: OpenFile, options: TensorFileOptions) -> Any:
         Exception: The errors of the library, and of :func:`tensorizer.load`.
 
     """
-    kwargs = dict(spec.kwargs)
-    cls = _class(spec)
-    cls, config, kwargs = _with_config(spec, cls, kwargs)
+    cls, config, kwargs = _with_config(spec, _class(spec), dict(spec.kwargs))
     device, device_map = _devices(spec.device, kwargs.pop("device_map", None))
     quantized = getattr(config, "quantization_config", None) is not None
     reused = quantized or any(kwargs.get(name) is not None for name in _REUSE_TENSORS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
@@ -93,7 +94,9 @@ def open_weights(
         try:
             return opened(folder.join(name))
         except FileNotFoundError as error:
-            if _is_missing_shard(error, name):
+            # The index itself may be missing, but not a shard that it names.
+            text = str(error)
+            if name.endswith(".index.json") and name not in text and _WEIGHTS.search(text):
                 raise
         except PermissionError as error:
             refused = refused or error
@@ -123,12 +126,6 @@ def _checked(explicit: Any) -> str:
     return explicit
 
 
-def _is_missing_shard(error: FileNotFoundError, name: str) -> bool:
-    """Tell whether a shard is missing that an index names, and not the index itself."""
-    text = str(error)
-    return name.endswith(".index.json") and name not in text and bool(_WEIGHTS.search(text))
-
-
 class TensorFileOptions:
     """The options of a load, for :class:`OpenFile`.
 
@@ -155,16 +152,17 @@ class TensorFileOptions:
             if members.size > 1:
                 self.members = members
 
-    def open(self, found: Callable[[Callable[[str], OpenFile]], OpenFile]) -> OpenFile:
-        """Return the file of weights, which ``found`` opens with the given function."""
+    def open(
+        self, folder: ModelFolder, kind: str, variant: str | None = None, explicit: Any = None
+    ) -> OpenFile:
+        """Open the file of a folder that holds its weights; see :func:`open_weights`."""
 
-        def opened(heads: Sequence[Head] | None) -> OpenFile:
-            return found(
-                lambda uri: OpenFile(uri, progress=self.progress, heads=heads, **self._options)
-            )
+        def opened(heads: Sequence[Head] | None = None) -> OpenFile:
+            one = functools.partial(OpenFile, progress=self.progress, heads=heads, **self._options)
+            return open_weights(folder, kind, variant, one, explicit)
 
         if isinstance(self.members, contextlib.nullcontext):
-            return opened(None)
+            return opened()
         from ..file.collective_load import open_collectively  # as above
 
         file, self._each_reads = open_collectively(self.members, opened)
