@@ -23,7 +23,7 @@ pub struct TensorIterator {
     closer: Closer,
     /// State that is shared with other loads of the file.
     loads: Arc<LoadState>,
-    /// How often the file was closed before.
+    /// The number of times that its file had been closed at its beginning.
     closed: u64,
     uri: String,
 }
