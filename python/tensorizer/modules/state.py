@@ -266,20 +266,6 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def without_extra_state(
-    numbers: Sequence[int], names: Sequence[Name], kinds: Sequence[TensorType]
-) -> list[int]:
-    """Leave out the ``_extra_state`` of modules in a state dict, which is no tensor of theirs."""
-    kept = []
-    for number, name, kind in zip(numbers, names, kinds, strict=True):
-        extra = isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
-        if extra and kind is TensorType.STATE_DICT:
-            warnings.warn(f"{name} is not loaded: pass it to set_extra_state()", stacklevel=4)
-        else:
-            kept.append(number)
-    return kept
-
-
 #: Tensors by which vLLM recognises its own files, and which it registers in this way.
 MARKERS = ("vllm_tensorized_marker",)
 
