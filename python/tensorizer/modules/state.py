@@ -64,15 +64,13 @@ class TensorSlot:
         if module is None:
             hint = _hint(submodules.inner, path)
             raise KeyError(f"the module has no submodule {path!r}, to which {name!r} belongs{hint}")
-        if stated and not isinstance(module, torch.jit.ScriptModule):
-            return TensorSlot(module, attribute, kind)
-        # A state dict does not state the role of its tensors, and tensors of a scripted module keep
-        # theirs. A tensor that the module lacks becomes a buffer.
-        is_parameter = attribute in module._parameters
-        is_parameter = is_parameter and module._parameters[attribute] is not None
-        return TensorSlot(
-            module, attribute, TensorType.PARAM if is_parameter else TensorType.BUFFER
-        )
+        if not stated or isinstance(module, torch.jit.ScriptModule):
+            # A state dict does not state the role of its tensors, and tensors of a scripted module
+            # keep theirs. A tensor that the module lacks becomes a buffer.
+            own = module._parameters
+            is_parameter = attribute in own and own[attribute] is not None
+            kind = TensorType.PARAM if is_parameter else TensorType.BUFFER
+        return TensorSlot(module, attribute, kind)
 
     def current(self) -> torch.Tensor | None:
         """Return the tensor that is there now."""
@@ -129,9 +127,7 @@ def with_dot(name: str) -> str:
     return name if "." in name else f".{name}"
 
 
-def without_overlaps(
-    found: Sequence[tuple[int, torch.Tensor]],
-) -> list[tuple[int, torch.Tensor]]:
+def without_overlaps(found: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
     """Leave out tensors that share memory, such as tied ones."""
     tensors = [tensor for _, tensor in found]
     if not are_plain(tensors):
@@ -289,9 +285,7 @@ def _missing(
 
 
 def assign(
-    root: torch.nn.Module,
-    loaded: Sequence[tuple[TensorSlot, torch.Tensor]],
-    fill: bool,
+    root: torch.nn.Module, loaded: Sequence[tuple[TensorSlot, torch.Tensor]], fill: bool
 ) -> None:
     """Put loaded tensors into the parameters and buffers of a module.
 

@@ -99,5 +99,4 @@ def set_pinned_limit(limit: int) -> None:
 
 def release_pinned() -> int:
     """Return unused staging memory to the system; the result is its size in bytes."""
-    released: int = _native.release_pinned()
-    return released
+    return _native.release_pinned()
