@@ -129,8 +129,7 @@ class OpenFile:
             self._set_options(self._reader)
             self.heads = self.reader.heads() if keep_heads else []
             self.is_local = opened.is_local or self.reader.local
-            report = None if progress is None else progress.part()
-            if report is not None:
+            if progress is not None and (report := progress.part()) is not None:
                 self.reader.watch(report)
             if encryption is not None:
                 self.decrypt(encryption)

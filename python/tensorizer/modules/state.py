@@ -341,14 +341,12 @@ def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) 
 
 def _like(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a loaded tensor as an object with the class and the attributes of ``old``."""
-    new = tensor.detach()
-    if not sharding.is_sharded(old):
-        new = in_order_of(old, new)
-    differentiable = new.is_floating_point() or new.is_complex()
-    gradient = old.requires_grad and differentiable
-    if sharding.is_sharded(old) and isinstance(old, torch.nn.Parameter):
+    sharded = sharding.is_sharded(old)
+    new = tensor.detach() if sharded else in_order_of(old, tensor.detach())
+    gradient = old.requires_grad and (new.is_floating_point() or new.is_complex())
+    if sharded and isinstance(old, torch.nn.Parameter):
         like: torch.Tensor = torch.nn.Parameter(new, gradient)
-    elif type(old) is torch.Tensor or sharding.is_sharded(old):
+    elif sharded or type(old) is torch.Tensor:
         like = new.requires_grad_(gradient)
     else:
         like = torch.Tensor._make_subclass(type(old), new, gradient)

@@ -92,8 +92,7 @@ def set_pinned_limit(limit: int) -> None:
             value of ``TENSORIZER_PINNED_MB``.
 
     """
-    wanted = "a number of bytes"
-    check_number("limit", limit, least=0, wanted=wanted, optional=False)
+    check_number("limit", limit, least=0, wanted="a number of bytes", optional=False)
     _native.set_pinned_limit(limit)
 
 

@@ -224,19 +224,17 @@ def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
 
 
 def _of_pieces(runs: _Runs, pieces: int, count: int, index: int) -> _Runs:
-    """Return the ranges of one of ``count`` parts of each of ``pieces`` pieces of equal length."""
-    of_pieces = (_chunk(_chunk(runs, pieces, piece), count, index) for piece in range(pieces))
-    return _joined(itertools.chain.from_iterable(of_pieces))
+    """Return the ranges of one of ``count`` parts of each of ``pieces`` pieces of equal length.
 
-
-def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
-    """Return ranges without empty ones, and with neighbours joined."""
+    Empty ranges are left out, and neighbours joined.
+    """
     found: _Runs = []
-    last = (0, 0)
-    for start, stop in runs:
-        last = (start, stop)
-        if found and found[-1][1] == start and start < stop:
-            found[-1] = (found[-1][0], stop)
-        elif start < stop:
-            found.append((start, stop))
-    return found or [(last[1], last[1])]
+    end = 0
+    for piece in range(pieces):
+        for start, stop in _chunk(_chunk(runs, pieces, piece), count, index):
+            end = stop
+            if found and found[-1][1] == start and start < stop:
+                found[-1] = (found[-1][0], stop)
+            elif start < stop:
+                found.append((start, stop))
+    return found or [(end, end)]
