@@ -65,12 +65,6 @@ def test_shards_by_name():
             Shard(0, rank, world)
 
 
-def test_bounds_of_parts():
-    assert Part.of_ranges([(2, 5), (1, 2)]).bounds() == ((2, 5), (1, 2))
-    assert Part.of_ranges([(2, 5), (1, 1)]).bounds() == ((0, 0), (0, 0))
-    assert Part((0,), ()).bounds() == ((0, 0),)
-
-
 # DTensors: every rank of many meshes, in one process
 
 

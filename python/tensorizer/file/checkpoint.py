@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -54,14 +54,13 @@ class _PickledTensor:
 
     like: torch.Tensor
     record: int | None
-    strided: bool
+    strided: bool = field(init=False)
     direct: bool = False
     ranges: Sequence[tuple[int, int]] | None = None
 
-    @staticmethod
-    def of(like: torch.Tensor, record: int | None) -> _PickledTensor:
-        strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
-        return _PickledTensor(like, record, strided)
+    def __post_init__(self) -> None:
+        like = self.like
+        self.strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
 
     def location(self) -> tuple[int, int] | None:
         """Return its record, and the position of its first element there; None if it has none."""
@@ -176,7 +175,7 @@ class Checkpoint:
                     if indexed_files.get(name, file) != file:
                         continue
                     missing.discard(name)
-                yield name, _PickledTensor.of(like, meta_storages.record_of(like, name))
+                yield name, _PickledTensor(like, meta_storages.record_of(like, name))
         if missing:
             name = min(missing)
             raise FormatError(
@@ -293,9 +292,9 @@ class Checkpoint:
         self._storages[record, device] = reference, int(loaded.storage_offset())
         return loaded
 
-    def strided(self, number: int) -> bool:
-        """Tell whether a tensor is strided, so that this can load it, but the reader cannot."""
-        return self._tensors[number].strided
+    def strided(self, numbers: Iterable[int]) -> list[int]:
+        """Return those tensors that are strided, so that this can load them, but no reader can."""
+        return [number for number in numbers if self._tensors[number].strided]
 
 
 @contextlib.contextmanager

@@ -14,14 +14,7 @@ import torch
 
 from .._types import Head
 from ..group.members import Members
-from ..group.wishes import (
-    MergedWishes,
-    Table,
-    Wish,
-    decoded_columns,
-    decoded_table,
-    merged,
-)
+from ..group.wishes import MergedWishes, Table, Wish, decoded_columns, decoded_table, merged
 from ..streams.addresses import is_address
 from ..tensors.handles import dtype_of
 from ..tensors.sharding import Ranges
@@ -303,12 +296,7 @@ def _wished(plan: LoadPlan, buffer_bytes: int) -> tuple[LoadPlan, Wish, _Answer]
 
 
 def _merged(
-    members: Members,
-    file: OpenFile,
-    mine: Wish,
-    answers: Sequence[_Answer],
-    *,
-    whole: bool,
+    members: Members, file: OpenFile, mine: Wish, answers: Sequence[_Answer], *, whole: bool
 ) -> MergedWishes:
     """Return the wishes of all members. Equal ones send nothing more, and others what differs."""
     every = range(len(file))

@@ -19,22 +19,20 @@ from .request import Request
 
 
 def sharded_slots(
-    slots: Sequence[TensorSlot], tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]
+    rows: Sequence[tuple[TensorSlot, torch.Tensor | None, int]],
 ) -> list[tuple[TensorSlot, int]]:
     """Return the slots of a module that hold DTensors, with the numbers of their tensors.
 
     Args:
-        slots: Slots in the module.
-        tensors: The tensors at these slots.
-        numbers: The number in the file of the tensor for each slot.
+        rows: Slots in the module, the tensors at these slots, and the numbers in the file of the
+            tensors for them.
 
     Raises:
         NotImplementedError: See :func:`tensorizer.tensors.sharding.part_of`.
 
     """
-    if not sharding.are_any_sharded(tensors):
+    if not sharding.are_any_sharded(tensor for _, tensor, _ in rows):
         return []
-    rows = zip(slots, tensors, numbers, strict=True)
     pairs = [(slot, number) for slot, tensor, number in rows if sharding.is_sharded(tensor)]
     for slot, _ in pairs:
         sharding.part_of(slot.current())

@@ -206,20 +206,18 @@ class DecryptionParams:
         self.key = None if key is None else key_of(key)
         self.source = source
         self.require_manifest = bool(require_manifest)
-        self._limits = {"max_opslimit": max_opslimit, "max_memlimit": max_memlimit}
+        self._options: dict[str, Any] = {
+            "require_manifest": self.require_manifest,
+            "max_opslimit": max_opslimit,
+            "max_memlimit": max_memlimit,
+        }
         self._native: Decryption | None = None
         if key is not None or source is not None:
-            self._native = Decryption(
-                key=self.key,
-                source=None if source is None else _encoded(source, "utf-8"),
-                require_manifest=self.require_manifest,
-                max_opslimit=max_opslimit,
-                max_memlimit=max_memlimit,
-            )
+            passphrase = None if source is None else _encoded(source, "utf-8")
+            self._native = Decryption(key=self.key, source=passphrase, **self._options)
 
     def __getstate__(self) -> tuple[bytes | None, bytes | None, dict[str, Any]]:
-        options = {"require_manifest": self.require_manifest, **self._limits}
-        return self.key, self.source, options
+        return self.key, self.source, self._options
 
     def __setstate__(self, state: tuple[bytes | None, bytes | None, dict[str, Any]]) -> None:
         key, source, options = state

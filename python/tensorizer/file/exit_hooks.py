@@ -5,21 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from typing import Protocol
+from typing import Any
+
+#: Objects that may have a background load, which their ``close()`` ends and waits for.
+_ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Closeable(Protocol):
-    """A load in the background."""
-
-    def close(self) -> None:
-        """End the load, and wait for it."""
-
-
-#: Objects that may have a background load.
-_ALIVE: weakref.WeakSet[Closeable] = weakref.WeakSet()
-
-
-def close_at_exit(load: Closeable) -> None:
+def close_at_exit(load: Any) -> None:
     """Close a load when the interpreter ends, before its threads would be stopped at any point."""
     _ALIVE.add(load)
 

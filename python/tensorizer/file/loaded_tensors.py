@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..tensors.handles import cast_dtype, dtype_of, lend
 from .open_file import OpenFile
 
 #: torch's function that makes parameters of plain tensors.
-_made = torch.Tensor._make_subclass
+_made: Callable[..., torch.nn.Parameter] = torch.Tensor._make_subclass
 
 
 class LoadedTensors:
@@ -290,5 +290,4 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     differentiable = dtype.is_floating_point or dtype.is_complex
     if fake_mode.is_fake(tensor):
         return torch.nn.Parameter(tensor, differentiable)
-    made: torch.nn.Parameter = _made(torch.nn.Parameter, tensor, differentiable)
-    return made
+    return _made(torch.nn.Parameter, tensor, differentiable)

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._errors import CryptographyError
-from .._native import (
-    Reader,
-    ShardIndex,
-    announce,
-    as_bytes,
-    split_tensor_memory,
-)
+from .._native import Reader, ShardIndex, announce, as_bytes, split_tensor_memory
 from .._types import Head, Name, Slice
 from ..streams.addresses import is_address
 from ..tensors import devices, fake_mode
@@ -135,8 +129,7 @@ class OpenFile:
             self._set_options(self._reader)
             self.heads = self.reader.heads() if keep_heads else []
             self.is_local = opened.is_local or self.reader.local
-            report = None if progress is None else progress.part()
-            if report is not None:
+            if progress is not None and (report := progress.part()) is not None:
                 self.reader.watch(report)
             if encryption is not None:
                 self.decrypt(encryption)
@@ -171,8 +164,7 @@ class OpenFile:
     def reader(self) -> Reader:
         """The native reader of the file; the first use of it opens all shards."""
         if self._reader is None:
-            if self._shards is None:
-                raise AttributeError("reader")
+            assert self._shards is not None
             reader = self._shards.all_shards()
             self._set_options(reader)
             self._reader = self._unpickled(reader)
@@ -201,9 +193,7 @@ class OpenFile:
         if reader is None:
             return None
         self._set_options(reader)
-        part = copy.copy(self)
-        part._reader, part._shards, part._stream = reader, None, None
-        return part
+        return self._with(reader)
 
     @property
     def bytes_read(self) -> int:
@@ -212,9 +202,7 @@ class OpenFile:
 
     def strided(self, numbers: Iterable[int]) -> list[int]:
         """Return those tensors whose bytes are not in order in the file."""
-        if self._checkpoint is None:
-            return []
-        return [number for number in numbers if self._checkpoint.strided(number)]
+        return [] if self._checkpoint is None else self._checkpoint.strided(numbers)
 
     def refuse_without_data(self, numbers: Sequence[int]) -> None:
         """Refuse tensors of a checkpoint that were saved without data.
@@ -273,8 +261,7 @@ class OpenFile:
 
     def _with(self, reader: Reader) -> OpenFile:
         part = copy.copy(self)
-        part._reader = reader
-        part._stream = None
+        part._reader, part._shards, part._stream = reader, None, None
         return part
 
     @contextlib.contextmanager

@@ -41,8 +41,11 @@ def unpickled(
     """
     unpickler = restricted.Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
-    # Sparse tensors that torch.load is to validate, in this thread or another.
-    waiting = _sparse_tensors_to_validate()
+    # The list of sparse tensors that torch.load is to validate, in this thread or another.
+    of_thread = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)  # since torch 2.15
+    waiting: list[torch.Tensor] = (
+        torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread()
+    )
     earlier_ids = {id(tensor) for tensor in waiting}
     try:
         return unpickler.load()
@@ -66,16 +69,6 @@ def unpickled(
         ) from error
     finally:
         waiting[:] = [t for t in waiting if id(t) in earlier_ids or t.device.type != "meta"]
-
-
-def _sparse_tensors_to_validate() -> list[torch.Tensor]:
-    """Return the list in which torch keeps sparse tensors until a load has ended."""
-    of_thread = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
-    if of_thread is not None:  # since torch 2.15
-        found: list[torch.Tensor] = of_thread()
-        return found
-    everywhere: list[torch.Tensor] = torch._utils._sparse_tensors_to_validate
-    return everywhere
 
 
 def _unsupported_kind(data: bytes) -> str | None:

@@ -40,7 +40,6 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         late = set(self._strided)
         direct = [number for number in read if number not in late] if late else read
         self._read.refuse_without_data(direct)
-        self._ready: list[tuple[int, torch.Tensor]] = []
         self._native: TensorIterator | None = self._read.reader.iterate(
             direct,
             device=devices.number(device),
@@ -50,26 +49,17 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         )
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:
-        while not self._ready:
-            self._wait()
-        ready, self._ready = self._ready, []
-        return ready
-
-    def _wait(self) -> None:
-        """Wait for the next tensors."""
         found = None if self._native is None else self._native.next()
         if found is not None:
             handle, numbers = found
             tensors = self._read.placed(take(handle), numbers, self._device)
-            owners = map(self._of.__getitem__, numbers)
-            self._ready.extend(zip(owners, tensors, strict=True))
-            return
+            return list(zip(map(self._of.__getitem__, numbers), tensors, strict=True))
         self._native = None
         if not self._strided:
             raise StopIteration
         number = self._strided.popleft()
         ((_, tensor, _),) = self._read.load([number], self._device)
-        self._ready.append((self._of[number], _own(tensor)))
+        return [(self._of[number], _own(tensor))]
 
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""

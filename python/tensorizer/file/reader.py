@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -105,10 +107,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             file_obj,
             dtype=dtype,
             progress=reporter if progress else None,
-            lazily=lazy_load
-            and filter_func is None
-            and not progress
-            and not options.get("verify_hash"),
+            lazily=lazy_load and filter_func is None and not options.get("verify_hash"),
             closes_stream=True,
             **options,
         )
@@ -179,12 +178,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             return f"<{type(self).__name__} that is not open>"
         if not self._file.is_whole:
             return f"<{type(self).__name__} of {self._file.uri!r}, for {self._named_device}>"
-        size = convert_bytes(self.total_tensor_bytes)
-        count = len(self._selection)
-        return (
-            f"<{type(self).__name__} of {self._file.reader.uri!r}: {count} "
-            f"{'tensor' if count == 1 else 'tensors'}, {size}, for {self._named_device}>"
-        )
+        count, size = len(self._selection), convert_bytes(self.total_tensor_bytes)
+        tensors = f"{count} {'tensor' if count == 1 else 'tensors'}, {size}"
+        return f"<{type(self).__name__} of {self._file.uri!r}: {tensors}, for {self._named_device}>"
 
     def __enter__(self) -> TensorDeserializer:
         return self
@@ -234,16 +230,12 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
     def _missing(self, name: Any) -> KeyError:
         """Return the error of a tensor that is not in the file, or was not chosen."""
-        if not isinstance(name, (str, tuple)):
-            return self._file.missing(name)
-        try:
-            self._file.find(name)
-        except KeyError as error:
-            return error
-        except ValueError:
-            # No file can hold such a name.
-            return self._file.missing(name)
-        return KeyError(f"Tensor {name!r} of {self._file.uri} was left out by filter_func")
+        if isinstance(name, (str, tuple)):
+            # Names that no file can hold are a ``ValueError``.
+            with contextlib.suppress(KeyError, ValueError):
+                self._file.find(name)
+                return KeyError(f"Tensor {name!r} of {self._file.uri} was left out by filter_func")
+        return self._file.missing(name)
 
     def get(self, name: Any, default: Any = None) -> Any:
         """Return a tensor or a subtree, or the default if there is none."""
@@ -304,7 +296,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         above = () if prefix is None else tuple(prefix)
         below: list[tuple[tuple[str | int, ...], int]] = []
         wanted: list[int] = []
-        for number in self._below(above):
+        # The tensors whose names begin so, and perhaps others.
+        node = self._top.get(above[0], ()) if above else self._selection
+        for number in [node] if isinstance(node, int) else node:
             name = self._file.reader.name(number)
             path = path_of(name)
             if path[: len(above)] == above:
@@ -321,25 +315,21 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         saved_as_dicts = self._file.reader.format == "torch"
         return converted(nested(found), list_or_dict_with_gaps if saved_as_dicts else plain)
 
-    def _below(self, above: tuple[str | int, ...]) -> Sequence[int]:
-        """Return the tensors whose names begin so, and perhaps others."""
-        if not above:
-            return self._selection
-        node = self._top.get(above[0], ())
-        return [node] if isinstance(node, int) else node
-
     # Reading one after another
 
-    def _next(self, filter_func: FilterFuncType | None, num_tensors: int) -> Iterator[int]:
+    def _next(
+        self, filter_func: FilterFuncType | None, num_tensors: int
+    ) -> Iterator[tuple[int, Name, TensorType]]:
         if num_tensors < -1:
             raise ValueError(f"num_tensors must be -1 or more, not {num_tensors}")
-        given = 0
+        given, kinds = 0, self._file.reader.kinds()
         while self._cursor < len(self._selection) and given != num_tensors:
             number = self._selection[self._cursor]
             self._cursor += 1
-            if filter_func is None or filter_func(self._file.reader.name(number)):
+            name = self._file.reader.name(number)
+            if filter_func is None or filter_func(name):
                 given += 1
-                yield number
+                yield number, name, TensorType(kinds[number])
 
     def read_tensors(
         self,
@@ -359,17 +349,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         """
         verify = self._verification(verify_hash)
-        kinds = self._file.reader.kinds()
-        for number in self._next(filter_func, num_tensors):
+        for number, name, kind in self._next(filter_func, num_tensors):
             self._loaded.check_hashes([number], verify)
             self._load([number], verify)
-            kind = TensorType(kinds[number])
-            yield (
-                self._loaded.modules[number],
-                kind,
-                self._file.reader.name(number),
-                self._loaded[number],
-            )
+            yield self._loaded.modules[number], kind, name, self._loaded[number]
 
     def read_numpy_arrays(
         self,
@@ -392,9 +375,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         if self._device.type != "cpu":
             raise RuntimeError(f"numpy arrays are on the CPU, and this device is {self._device}")
         verify = self._verification(verify_hash)
-        kinds = self._file.reader.kinds()
-        for number in self._next(filter_func, num_tensors):
-            name = self._file.reader.name(number)
+        for number, name, kind in self._next(filter_func, num_tensors):
             dtype, _, opaque = self._file.reader.describe(number)
             if opaque and not allow_raw_data:
                 raise ValueError(
@@ -411,8 +392,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 else:
                     read = self._file.read([number], self._device, verify)
                     (tensor,), (self._loaded.modules[number],) = read
-                array = _as_numpy(tensor, opaque)
-            kind = TensorType(kinds[number])
+                tensor = tensor.resolve_conj().resolve_neg()
+                array = opaque_array(tensor) if opaque else tensor.numpy()
             torch_dtype = f"torch.{dtype}" if opaque else None
             yield self._loaded.modules[number], kind, name, array, opaque, torch_dtype
 
@@ -514,23 +495,26 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             )
         held_elsewhere.put_in_place(m, to_load=True)
         verify = self._verification(verify_hash)
-        chosen, names, submodules = self._chosen_for(m, filter_func)
+        reader, kinds = self._file.reader, self._file.reader.kinds()
+        chosen, names = self._chosen_for(filter_func, kinds)
+        submodules = Submodules(m, [state.with_dot(str(name)) for name in names])
         try:
-            slots = self._slots(chosen, names, submodules)
+            slots = [
+                state.TensorSlot.find(submodules, name, _KINDS[kinds[number]])
+                for name, number in zip(names, chosen, strict=True)
+            ]
         except KeyError as error:
             raise KeyError(f"{error.args[0]}{hints.of_prefixes(names, m)}") from None
         tensors = [slot.current() for slot in slots]
         found = list(zip(slots, tensors, strict=True))
         everything = None
-        if strict and len(chosen) < len(self._file.reader):
-            every = map(self._file.reader.name, range(len(self._file.reader)))
+        if strict and len(chosen) < len(reader):
+            every = map(reader.name, range(len(reader)))
             everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
         elif strict or (filter_func is None and self._filter is None):
             everything = tensors
         dtypes = self._loaded.dtypes_for_slots(chosen, tensors)
-        shapes: Sequence[Sequence[int]] = [
-            shape for _, shape in self._file.reader.describe_all(chosen)
-        ]
+        shapes: Sequence[Sequence[int]] = [shape for _, shape in reader.describe_all(chosen)]
         removed: list[state.TensorSlot] = []
         if self._loaded.is_vllms:
             shapes = vllm_files.accepted_shapes(shapes, tensors, dtypes)
@@ -541,13 +525,12 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         refuse_short(zip(names, tensors, strict=True))
         self._loaded.check_hashes(chosen, verify)
         state.warn_of_dtypes(m, found, [str(name) for name in names], dtypes)
-        reader, unchanged_ones = self._file.reader, set[int]()
+        rows = list(zip(slots, tensors, chosen, strict=True))
         if only_changed:
             named = list(zip(names, chosen, tensors, strict=True))
-            unchanged_ones = unchanged.find_unchanged(m, reader, named, dtypes, self._device)
+            same = unchanged.find_unchanged(m, reader, named, dtypes, self._device)
+            rows = [row for row in rows if row[2] not in same]
         unchanged.forget(m, names)
-        rows = list(zip(slots, tensors, chosen, strict=True))
-        rows = [row for row in rows if row[2] not in unchanged_ones] if unchanged_ones else rows
         self._fill(m, rows, verify)
         for slot in removed:
             setattr(slot.module, slot.attribute, None)
@@ -564,7 +547,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         verify: str,
     ) -> None:
         """Load tensors into their slots; rows have the tensors that are there, and the numbers."""
-        sharded = sharded_slots(*zip(*rows, strict=True)) if rows else []
+        sharded = sharded_slots(rows)
         cut = {number for _, number in sharded}
         rows = [row for row in rows if row[2] not in cut] if cut else rows
         here = self._loaded.fill(rows, self._device, verify)
@@ -581,30 +564,24 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         state.assign(m, loaded, fill=not self._file.maps)
 
     def _chosen_for(
-        self, m: torch.nn.Module, filter_func: FilterFuncType | None
-    ) -> tuple[list[int], list[Name], Submodules]:
-        """Return the numbers and names of the tensors for a module, and its submodules."""
-        chosen = list(self._selection)
-        names = self._file.reader.names(chosen)
-        if filter_func is not None:
-            chosen = [n for n, name in zip(chosen, names, strict=True) if filter_func(name)]
-            names = self._file.reader.names(chosen)
-        kinds = self._file.reader.kinds()
-        kept = state.without_extra_state(chosen, names, [_KINDS[kinds[n]] for n in chosen])
-        if len(kept) < len(chosen):
-            chosen, names = kept, self._file.reader.names(kept)
-        paths = [state.with_dot(name) for name in names if isinstance(name, str)]
-        return chosen, names, Submodules(m, paths)
+        self, filter_func: FilterFuncType | None, kinds: Sequence[int]
+    ) -> tuple[list[int], list[Name]]:
+        """Return the numbers and names of the tensors for a module.
 
-    def _slots(
-        self, numbers: Sequence[int], names: Sequence[Name], submodules: Submodules
-    ) -> list[state.TensorSlot]:
-        """Return the slots of tensors in a module."""
-        kinds = self._file.reader.kinds()
-        return [
-            state.TensorSlot.find(submodules, name, _KINDS[kinds[n]])
-            for name, n in zip(names, numbers, strict=True)
-        ]
+        The ``_extra_state`` of modules in a state dict is no tensor of theirs.
+        """
+        chosen, names = list[int](), list[Name]()
+        every = self._file.reader.names(list(self._selection))
+        for number, name in zip(self._selection, every, strict=True):
+            if filter_func is not None and not filter_func(name):
+                continue
+            is_extra = isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+            if is_extra and _KINDS[kinds[number]] is TensorType.STATE_DICT:
+                warnings.warn(f"{name} is not loaded: pass it to set_extra_state()", stacklevel=3)
+            else:
+                chosen.append(number)
+                names.append(name)
+        return chosen, names
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
         """Copy the chosen tensors to a Redis server.
@@ -658,12 +635,3 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         results = [(name, verdict.get(n, False)) for n, name in chosen.items()]
         results += [(name, False) for name in others]
         return all(ok for _, ok in results), results
-
-
-def _as_numpy(tensor: torch.Tensor, opaque: bool) -> npt.NDArray[Any]:
-    """Return the array of a CPU tensor; integers of the same width if its dtype is opaque."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    if not opaque:
-        array: npt.NDArray[Any] = tensor.numpy()
-        return array
-    return opaque_array(tensor)

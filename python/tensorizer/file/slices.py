@@ -86,8 +86,12 @@ def ranges_of(
     rest: list[Any] = []
     for dim, step in zip(shape, (*steps[:at], *missing, *steps[at + 1 :]), strict=True):
         if isinstance(step, slice):
-            if not clips:
-                _refuse_outside(step, dim)
+            for end in () if clips else (step.start, step.stop):
+                if end is not None and not -dim <= operator.index(end) <= dim:
+                    raise IndexError(
+                        f"{end} is outside of a dimension of {dim}: expected ends from {-dim} to "
+                        f"{dim}, or None"
+                    )
             start, stop, stride = step.indices(dim)
             if stride < 1:
                 raise ValueError(f"slice steps must be at least 1, not {stride}")
@@ -103,21 +107,6 @@ def ranges_of(
         rest.append(0)
     plain = all(isinstance(step, slice) and step.step == 1 for step in rest)
     return ranges, () if plain else tuple(rest)
-
-
-def _refuse_outside(step: slice, dim: int) -> None:
-    """Refuse a range that is not within a dimension.
-
-    Raises:
-        IndexError: An end is outside.
-
-    """
-    for end in (step.start, step.stop):
-        if end is not None and not -dim <= operator.index(end) <= dim:
-            raise IndexError(
-                f"{end} is outside of a dimension of {dim}: expected ends from {-dim} to {dim}, or "
-                "None"
-            )
 
 
 def with_ones(tensor: torch.Tensor, rest: tuple[Any, ...], name: Name) -> torch.Tensor:

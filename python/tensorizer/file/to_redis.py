@@ -74,7 +74,10 @@ def copy_to_redis(
         next_batch = pool.submit(_read, reader, next(batches, []))
         while batch := next_batch.result():
             next_batch = pool.submit(_read, reader, next(batches, []))
-            _store(client, batch)
+            pipeline = client.pipeline(transaction=False)
+            for key, value in batch:
+                pipeline.set(key, value)
+            pipeline.execute()
     client.set(f"{prefix}:header:0", head)
 
 
@@ -124,10 +127,3 @@ def _values(reader: Reader, numbers: Sequence[int], prefix: str, longest: int) -
 
 def _read(reader: Reader, batch: list[_Value]) -> list[tuple[str, bytes]]:
     return [(key, reader.raw(offset, length)) for key, offset, length in batch]
-
-
-def _store(client: Any, batch: list[tuple[str, bytes]]) -> None:
-    pipeline = client.pipeline(transaction=False)
-    for key, value in batch:
-        pipeline.set(key, value)
-    pipeline.execute()

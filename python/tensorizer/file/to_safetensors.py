@@ -196,8 +196,7 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(
                 f"{one[3]!r} and {other[3]!r} share memory, which a safetensors file cannot store: "
                 "leave one of them out (load_into_module keeps the ties of a module), save clones, "
-                "or "
-                "save a .tensors file"
+                "or save a .tensors file"
             )
 
 

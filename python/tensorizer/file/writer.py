@@ -89,11 +89,7 @@ class TensorSerializer:
     # Writing
 
     def write_tensor(
-        self,
-        idx: int,
-        name: str,
-        tensor_type: TensorType,
-        tensor: torch.Tensor | npt.NDArray[Any],
+        self, idx: int, name: str, tensor_type: TensorType, tensor: torch.Tensor | npt.NDArray[Any]
     ) -> None:
         """Write one tensor.
 

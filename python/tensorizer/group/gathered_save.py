@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -84,36 +85,28 @@ class GatheredSave:
                 for name, one in zip(names, tensors, strict=True)
                 if sharding.is_sharded(one)
             }
-            error: BaseException | None = None
-            try:
-                without_data.refuse(sharded, sharded.values())
-            except ValueError as raised:
-                error = raised
-            answers = self.members.agree(error, (digest, self._target))
+            _, answers = self.members.run_on_all(
+                lambda: without_data.refuse(sharded, sharded.values()),
+                lambda _: (digest, self._target),
+            )
             targets.refuse_different([target for _, target in answers])
-            digests = [found for found, _ in answers]
-            other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
-            if other is not None:
-                raise ValueError(
-                    f"rank {other} of this collective save has other tensors than rank 0: expected "
-                    "the same names, dtypes, shapes and placements in the same order"
-                )
+            for rank, (found, _) in enumerate(answers):
+                if found != answers[0][0]:
+                    raise ValueError(
+                        f"rank {rank} of this collective save has other tensors than rank 0: "
+                        "expected the same names, dtypes, shapes and placements in the same order"
+                    )
             lens = [tensor.numel() * tensor.element_size() for tensor in tensors]
             for batch in in_batches(range(len(tensors)), lens.__getitem__, _BATCH_BYTES):
                 selected = slice(batch[0], batch[-1] + 1)
-                error = None
                 # All processes must take part in gathering, whatever has failed at one of them.
                 try:
                     whole = [_gathered(tensor) for tensor in tensors[selected]]
                 except BaseException:
                     self.members.leave()
                     raise
-                try:
-                    if self.writes:
-                        write(selected, whole)
-                except BaseException as raised:
-                    error = raised
-                self.members.agree(error)
+                save = functools.partial(write, selected, whole)
+                self.members.run_on_all(save if self.writes else lambda: None)
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
@@ -150,11 +143,11 @@ def _properties(tensor: Any) -> tuple[Any, ...]:
     return str(tensor.dtype), tuple(tensor.shape), *kind
 
 
-def _gathered(tensor: Any) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     if not sharding.is_sharded(tensor):
-        plain: torch.Tensor = tensor
-        return plain
+        return tensor
     with torch.no_grad():
         # Parts that FSDP keeps on the CPU are gathered on the device of their mesh.
-        whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        moved: Any = tensor.to(tensor.device_mesh.device_type)
+        whole: torch.Tensor = moved.full_tensor()
     return whole

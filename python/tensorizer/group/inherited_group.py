@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-_FOUND: list[Any] = []
+_FOUND: list[Any] = [None]
 
 
 def inherited_default_group() -> Any:
@@ -14,15 +14,13 @@ def inherited_default_group() -> Any:
 
     Its connections belong to the parent: a process that waits for a response on them waits forever.
     """
-    return _FOUND[0] if _FOUND else None
+    return _FOUND[0]
 
 
 def _in_child() -> None:
     # Not imported here: that is slow, and without it there is no group.
-    distributed = sys.modules.get("torch.distributed")
-    _FOUND.clear()
-    if distributed is not None and distributed.is_initialized():
-        _FOUND.append(distributed.group.WORLD)
+    group = getattr(sys.modules.get("torch.distributed"), "group", None)
+    _FOUND[0] = getattr(group, "WORLD", None)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import math
@@ -17,14 +18,7 @@ import torch.distributed as dist
 
 from .._errors import GroupError
 from . import inherited_group
-from .connections import (
-    CallSequence,
-    Connections,
-    broadcasting,
-    gathering,
-    on_thread,
-    timeout_of,
-)
+from .connections import CallSequence, Connections, broadcasting, gathering, on_thread, timeout_of
 
 _T = TypeVar("_T")
 
@@ -207,10 +201,7 @@ class Members:
         return result, self.agree(None, value)
 
     def agree(
-        self,
-        error: BaseException | None,
-        value: Any = None,
-        then: Callable[[], None] | None = None,
+        self, error: BaseException | None, value: Any = None, then: Callable[[], None] | None = None
     ) -> list[Any]:
         """Return the values of all members, or raise if one of them has failed.
 
@@ -281,7 +272,8 @@ class Members:
             return [(found[rank] + rest[rank])[: lens[rank]] for rank in range(self.size)]
         for rank in longer:
             more = bytearray(data[room:] if rank == self.rank else lens[rank] - room)
-            self.broadcast(torch.frombuffer(more, dtype=torch.uint8), rank)
+            view = torch.frombuffer(more, dtype=torch.uint8)
+            self._run(view, [functools.partial(broadcasting, view, rank)])
             found[rank] += more
         return found
 
@@ -321,32 +313,14 @@ class Members:
             ],
         )
 
-    def broadcast(self, data: torch.Tensor, rank: int) -> None:
-        """Send a tensor from one member to all.
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *lens: list[int]) -> None:
+        """Send each member bytes of its own; the lengths are by rank, of those received first.
 
         Raises:
             GroupError: A member was lost.
 
         """
-        self._run(data, [functools.partial(broadcasting, data, rank)])
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_lens: list[int],
-        sent_lens: list[int],
-    ) -> None:
-        """Send each member bytes of its own; the lengths are by rank.
-
-        Raises:
-            GroupError: A member was lost.
-
-        """
-        self._run(
-            received,
-            [lambda group: group.alltoall_base(received, sent, received_lens, sent_lens)],
-        )
+        self._run(received, [lambda group: group.alltoall_base(received, sent, *lens)])
 
     def _run(self, data: torch.Tensor, begins: Iterable[Callable[[Any], Any]]) -> None:
         """Run collectives one after another, to their end."""
@@ -428,26 +402,22 @@ class Members:
 def _sendable(error: BaseException) -> tuple[bytes | None, str]:
     """Return an error as bytes, if it survives pickling, and as text."""
     text = f"{type(error).__name__}: {error}"
-    if not isinstance(error, Exception):
-        return None, text
-    try:
-        data = pickle.dumps(error)
-        same = type(pickle.loads(data)) is type(error)
-    except Exception:  # of any library
-        return None, text
-    return (data if same else None), text
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):  # of any library
+            data = pickle.dumps(error)
+            if type(pickle.loads(data)) is type(error):
+                return data, text
+    return None, text
 
 
 def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
     """Return the exception for the error of another member."""
     data, text = failure
     where = f"rank {rank} of the group failed"
-    if data is None:
-        return GroupError(f"{where}: {text}")
-    try:
-        error: BaseException = pickle.loads(data)
-    except Exception:  # a class that is not here
-        return GroupError(f"{where}: {text}")
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(where)
+    error: BaseException = GroupError(f"{where}: {text}")
+    if data is not None:
+        with contextlib.suppress(Exception):  # a class that is not here
+            error = pickle.loads(data)
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(where)
     return error

@@ -64,15 +64,13 @@ class TensorSlot:
         if module is None:
             hint = _hint(submodules.inner, path)
             raise KeyError(f"the module has no submodule {path!r}, to which {name!r} belongs{hint}")
-        if stated and not isinstance(module, torch.jit.ScriptModule):
-            return TensorSlot(module, attribute, kind)
-        # A state dict does not state the role of its tensors, and tensors of a scripted module keep
-        # theirs. A tensor that the module lacks becomes a buffer.
-        is_parameter = attribute in module._parameters
-        is_parameter = is_parameter and module._parameters[attribute] is not None
-        return TensorSlot(
-            module, attribute, TensorType.PARAM if is_parameter else TensorType.BUFFER
-        )
+        if not stated or isinstance(module, torch.jit.ScriptModule):
+            # A state dict does not state the role of its tensors, and tensors of a scripted module
+            # keep theirs. A tensor that the module lacks becomes a buffer.
+            own = module._parameters
+            is_parameter = attribute in own and own[attribute] is not None
+            kind = TensorType.PARAM if is_parameter else TensorType.BUFFER
+        return TensorSlot(module, attribute, kind)
 
     def current(self) -> torch.Tensor | None:
         """Return the tensor that is there now."""
@@ -129,9 +127,7 @@ def with_dot(name: str) -> str:
     return name if "." in name else f".{name}"
 
 
-def without_overlaps(
-    found: Sequence[tuple[int, torch.Tensor]],
-) -> list[tuple[int, torch.Tensor]]:
+def without_overlaps(found: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
     """Leave out tensors that share memory, such as tied ones."""
     tensors = [tensor for _, tensor in found]
     if not are_plain(tensors):
@@ -266,20 +262,6 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def without_extra_state(
-    numbers: Sequence[int], names: Sequence[Name], kinds: Sequence[TensorType]
-) -> list[int]:
-    """Leave out the ``_extra_state`` of modules in a state dict, which is no tensor of theirs."""
-    kept = []
-    for number, name, kind in zip(numbers, names, kinds, strict=True):
-        extra = isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
-        if extra and kind is TensorType.STATE_DICT:
-            warnings.warn(f"{name} is not loaded: pass it to set_extra_state()", stacklevel=4)
-        else:
-            kept.append(number)
-    return kept
-
-
 #: Tensors by which vLLM recognises its own files, and which it registers in this way.
 MARKERS = ("vllm_tensorized_marker",)
 
@@ -303,9 +285,7 @@ def _missing(
 
 
 def assign(
-    root: torch.nn.Module,
-    loaded: Sequence[tuple[TensorSlot, torch.Tensor]],
-    fill: bool,
+    root: torch.nn.Module, loaded: Sequence[tuple[TensorSlot, torch.Tensor]], fill: bool
 ) -> None:
     """Put loaded tensors into the parameters and buffers of a module.
 
@@ -361,14 +341,12 @@ def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) 
 
 def _like(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a loaded tensor as an object with the class and the attributes of ``old``."""
-    new = tensor.detach()
-    if not sharding.is_sharded(old):
-        new = in_order_of(old, new)
-    differentiable = new.is_floating_point() or new.is_complex()
-    gradient = old.requires_grad and differentiable
-    if sharding.is_sharded(old) and isinstance(old, torch.nn.Parameter):
+    sharded = sharding.is_sharded(old)
+    new = tensor.detach() if sharded else in_order_of(old, tensor.detach())
+    gradient = old.requires_grad and (new.is_floating_point() or new.is_complex())
+    if sharded and isinstance(old, torch.nn.Parameter):
         like: torch.Tensor = torch.nn.Parameter(new, gradient)
-    elif type(old) is torch.Tensor or sharding.is_sharded(old):
+    elif sharded or type(old) is torch.Tensor:
         like = new.requires_grad_(gradient)
     else:
         like = torch.Tensor._make_subclass(type(old), new, gradient)

@@ -76,19 +76,10 @@ def tensor_of(module: torch.nn.Module | None, attribute: str) -> torch.Tensor | 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that wrappers hold, or the module itself."""
-    inner = _wrapped(module)
-    while inner is not None:
-        module, inner = inner, _wrapped(inner)
-    return module
-
-
-def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     for place, name, attribute in _WRAPPERS:
-        kind = getattr(sys.modules.get(place), name, None)
-        if kind is not None and isinstance(module, kind):
-            inner: torch.nn.Module = getattr(module, attribute)
-            return inner
-    return None
+        if isinstance(module, getattr(sys.modules.get(place), name, ())):
+            return unwrap(getattr(module, attribute))
+    return module
 
 
 def _readings(

@@ -88,7 +88,7 @@ class WholeFile:
 class _Atomic(WholeFile):
     """A local file."""
 
-    def _start(self, path: str, buffer_size: int) -> None:
+    def __init__(self, path: str, buffer_size: int) -> None:
         self._final = path
         self._process = os.getpid()
         sink = PathSink(path)
@@ -143,14 +143,8 @@ class AtomicWriter(_Atomic, io.BufferedWriter):
 
     mode = "wb"
 
-    def __init__(self, path: str, buffer_size: int) -> None:
-        self._start(path, buffer_size)
-
 
 class AtomicRandom(_Atomic, io.BufferedRandom):
     """A file for writing and reading."""
 
     mode = "rb+"
-
-    def __init__(self, path: str, buffer_size: int) -> None:
-        self._start(path, buffer_size)

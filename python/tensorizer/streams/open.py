@@ -133,7 +133,18 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             **_s3_options(s3 or {}),
             **certificate_options(certificate_handling),
         }
-        return _open_address(path_uri, server, normal, options, (begin, end, buffer_size))
+        name, writable = server
+        if normal == "rb":
+            reader: Any = RedisStreamFile if name.startswith("redis") else CURLStreamFile
+            remote: CURLStreamFile | RedisStreamFile = reader.__new__(reader)
+            remote._begin(path_uri, options, begin, end, buffer_size)
+            return remote
+        if writable and normal[0] not in "wa":
+            raise ValueError(
+                f"{name}:// addresses can be opened with 'rb' and 'wb', not {normal!r}"
+            )
+        check_writable(path_uri, normal)
+        return UploadFile(create(path_uri, options))
     path_uri = (local_path(path_uri) or path_uri) if isinstance(path_uri, str) else path_uri
     path = Path(os.fsdecode(path_uri))
     if normal != "rb":
@@ -161,23 +172,6 @@ def _s3_options(settings: Mapping[str, str]) -> OpenOptions:
             f"s3: RequestPayer: expected 'requester', found {settings['RequestPayer']!r}"
         )
     return {_S3_SETTINGS[name]: value for name, value in settings.items()}  # type: ignore[return-value]
-
-
-def _open_address(
-    uri: str,
-    server: tuple[str, bool],
-    mode: str,
-    options: OpenOptions,
-    part: tuple[int | None, int | None, int | None],
-) -> CURLStreamFile | RedisStreamFile | UploadFile:
-    name, writable = server
-    if mode == "rb":
-        kind = RedisStreamFile if name.startswith("redis") else CURLStreamFile
-        return kind._of(uri, options, *part)
-    if writable and mode[0] not in "wa":
-        raise ValueError(f"{name}:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
-    check_writable(uri, mode)
-    return UploadFile(create(uri, options))
 
 
 def check_writable(uri: str, mode: str = "wb") -> None:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from .._native import Source, open as native_open
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from .._types import OpenOptions
 
 #: Bytes that a stream requests from its server at a time when it is read from Python.
@@ -29,20 +27,6 @@ class RemoteFile(io.BufferedIOBase):
         buffer_size: Bytes requested at a time; None for a default.
 
     """
-
-    @classmethod
-    def _of(
-        cls,
-        uri: str,
-        options: OpenOptions,
-        begin: int | None,
-        end: int | None,
-        buffer_size: int | None,
-    ) -> Self:
-        """Return the stream of an address whose kind was checked."""
-        stream = cls.__new__(cls)
-        stream._begin(uri, options, begin, end, buffer_size)
-        return stream
 
     def _begin(
         self,

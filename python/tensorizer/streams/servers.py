@@ -109,10 +109,7 @@ class RedisStreamFile(RemoteFile):
         certificate_handling: CAInfo | None = None,
         timeout: float | None = None,
     ) -> None:
-        options: OpenOptions = {
-            "timeout": timeout,
-            **certificate_options(certificate_handling),
-        }
+        options: OpenOptions = {"timeout": timeout, **certificate_options(certificate_handling)}
         _check_scheme(uri, "redis", "rediss")
         self._begin(uri, options, begin, end, buffer_size)
 

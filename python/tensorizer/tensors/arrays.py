@@ -29,13 +29,6 @@ def opaque_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"expected the name of a torch.dtype, found {name!r}")
-    return dtype
-
-
 class _NumpyTensor(NamedTuple):
     """An array, and the names of its dtypes. Arrays share their memory with tensors.
 
@@ -106,4 +99,7 @@ class _NumpyTensor(NamedTuple):
             return tensor
         if not self.torch_dtype:
             raise ValueError(f"{self.numpy_dtype!r} needs the name of a dtype of torch")
-        return tensor.view(_dtype(self.torch_dtype))
+        dtype = getattr(torch, self.torch_dtype.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"expected the name of a torch.dtype, found {self.torch_dtype!r}")
+        return tensor.view(dtype)

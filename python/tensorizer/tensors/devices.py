@@ -92,12 +92,10 @@ def set_pinned_limit(limit: int) -> None:
             value of ``TENSORIZER_PINNED_MB``.
 
     """
-    wanted = "a number of bytes"
-    check_number("limit", limit, least=0, wanted=wanted, optional=False)
+    check_number("limit", limit, least=0, wanted="a number of bytes", optional=False)
     _native.set_pinned_limit(limit)
 
 
 def release_pinned() -> int:
     """Return unused staging memory to the system; the result is its size in bytes."""
-    released: int = _native.release_pinned()
-    return released
+    return _native.release_pinned()

@@ -9,12 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-#: The reason why a fake tensor cannot be saved, after ``"'name' is a "``.
-REASON = (
-    "FakeTensor, which has a form and no data: save the tensors of a model that was made outside "
-    "of FakeTensorMode"
-)
-
 
 def is_active() -> bool:
     """Tell whether the mode is active, so that loads make fake tensors and read no data.

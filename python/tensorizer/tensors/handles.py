@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from . import fake_mode, sharding, subclasses
 
 _lend = torch.ops.tensorizer._lend.default
 _refuse_short = torch.ops.tensorizer._refuse_short.default
-_take = torch.ops.tensorizer._take.default
+_take: Callable[[int], list[torch.Tensor]] = torch.ops.tensorizer._take.default
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -26,8 +26,7 @@ def lend(tensors: Sequence[torch.Tensor]) -> Handle:
 def take(handle: Handle) -> list[torch.Tensor]:
     """Return the tensors that a native call has loaded."""
     with fake_mode.suspended():
-        tensors: list[torch.Tensor] = _take(handle.number)
-    return tensors
+        return _take(handle.number)
 
 
 def refuse_short(tensors: Iterable[tuple[object, torch.Tensor | None]]) -> None:

@@ -14,28 +14,12 @@ except ImportError as missing:
 
 _Field = descriptor_pb2.FieldDescriptorProto
 
+#: The values of each enum, numbered from 0 on.
 _ENUMS = {
-    "Dtype": [
-        "DT_INVALID",
-        "DT_FLOAT32",
-        "DT_FLOAT64",
-        "DT_FLOAT16",
-        "DT_BFLOAT16",
-        "DT_COMPLEX32",
-        "DT_COMPLEX64",
-        "DT_COMPLEX128",
-        "DT_UINT8",
-        "DT_INT8",
-        "DT_INT16",
-        "DT_INT32",
-        "DT_INT64",
-        "DT_BOOL",
-        "DT_QUINT8",
-        "DT_QINT8",
-        "DT_QINT32",
-        "DT_QUINT4_2",
-    ],
-    "AttributeType": ["AT_PARAMETER", "AT_BUFFER"],
+    "Dtype": "DT_INVALID DT_FLOAT32 DT_FLOAT64 DT_FLOAT16 DT_BFLOAT16 DT_COMPLEX32 DT_COMPLEX64 "
+    "DT_COMPLEX128 DT_UINT8 DT_INT8 DT_INT16 DT_INT32 DT_INT64 DT_BOOL DT_QUINT8 DT_QINT8 "
+    "DT_QINT32 DT_QUINT4_2",
+    "AttributeType": "AT_PARAMETER AT_BUFFER",
 }
 #: The fields of each message, with number and type. Types begin with "*" for a repeated field, with
 #: "?" for an optional one, and with "|" for one of several alternatives.
@@ -82,7 +66,7 @@ def _describe() -> Any:
     )
     for name, values in _ENUMS.items():
         enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values):
+        for number, value in enumerate(values.split()):
             enum.value.add(name=value, number=number)
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)

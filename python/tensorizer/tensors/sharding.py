@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 
 from .._types import Name
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 #: The first index and the end in each dimension.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -69,16 +71,6 @@ class Part:
         ]
         return Part(tuple(map(_length, runs)), tuple(boxes))
 
-    def bounds(self) -> Ranges:
-        """Return the range of each dimension that encloses the part; empty for no elements."""
-        boxes = [box.ranges for box in self.boxes if math.prod(box.shape)]
-        if not boxes:
-            return ((0, 0),) * len(self.shape)
-        if len(boxes) == 1:
-            return boxes[0]
-        dims = zip(*boxes, strict=True)
-        return tuple((min(ends)[0], max(stop for _, stop in ends)) for ends in dims)
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -123,7 +115,7 @@ class Shard:
         return Part._of_runs(runs)
 
 
-def is_sharded(tensor: object) -> bool:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Tell whether a tensor is a DTensor."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
@@ -183,14 +175,12 @@ def part_of(tensor: Any) -> Part | None:
     )
 
 
-def local_of(tensor: Any) -> torch.Tensor:
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a DTensor; any other tensor as it is."""
     if not is_sharded(tensor):
-        plain: torch.Tensor = tensor
-        return plain
+        return tensor
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
-    return local
+        return tensor.to_local()
 
 
 def device_of(tensor: Any) -> torch.device:
@@ -234,19 +224,17 @@ def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
 
 
 def _of_pieces(runs: _Runs, pieces: int, count: int, index: int) -> _Runs:
-    """Return the ranges of one of ``count`` parts of each of ``pieces`` pieces of equal length."""
-    of_pieces = (_chunk(_chunk(runs, pieces, piece), count, index) for piece in range(pieces))
-    return _joined(itertools.chain.from_iterable(of_pieces))
+    """Return the ranges of one of ``count`` parts of each of ``pieces`` pieces of equal length.
 
-
-def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
-    """Return ranges without empty ones, and with neighbours joined."""
+    Empty ranges are left out, and neighbours joined.
+    """
     found: _Runs = []
-    last = (0, 0)
-    for start, stop in runs:
-        last = (start, stop)
-        if found and found[-1][1] == start and start < stop:
-            found[-1] = (found[-1][0], stop)
-        elif start < stop:
-            found.append((start, stop))
-    return found or [(last[1], last[1])]
+    end = 0
+    for piece in range(pieces):
+        for start, stop in _chunk(_chunk(runs, pieces, piece), count, index):
+            end = stop
+            if found and found[-1][1] == start and start < stop:
+                found[-1] = (found[-1][0], stop)
+            elif start < stop:
+                found.append((start, stop))
+    return found or [(end, end)]

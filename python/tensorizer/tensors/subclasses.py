@@ -40,7 +40,10 @@ def reason(tensor: torch.Tensor) -> str | None:
     if kind in _PLAIN:
         return _NESTED if tensor.is_nested else None
     if fake_mode.is_fake(tensor):
-        return fake_mode.REASON
+        return (
+            "FakeTensor, which has a form and no data: save the tensors of a model that was made "
+            "outside of FakeTensorMode"
+        )
     if is_sharded(tensor):
         return (
             f"{kind.__name__}, of which this process has a part: tensorizer.save and "
@@ -106,7 +109,8 @@ def _carried(tensor: torch.Tensor) -> Iterator[str]:
         if name in _OF_TRAINERS:
             continue
         for inner, found in _tensors_of(value):
-            if _is_apart(found, tensor):
+            # Memory that is not that of the tensor itself.
+            if not found.is_meta and _storage_of(found) not in (0, _storage_of(tensor)):
                 yield name + inner
 
 
@@ -127,11 +131,6 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield key if isinstance(key, str) and key[:1] == "." else f"[{key!r}]", inner
 
 
-def _is_apart(other: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has memory that is not that of another tensor."""
-    return not other.is_meta and _storage_of(other) not in (0, _storage_of(tensor))
-
-
 def _storage_of(value: torch.Tensor) -> int | None:
     """Return a key of a tensor's storage; 0 without bytes, None if it is made of other tensors."""
     try:
@@ -149,9 +148,7 @@ def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
     state: dict[str, Any] = {}
     try:
         module._save_to_state_dict(state, "", True)
-    except (
-        Exception
-    ):  # of any library, which will raise the error itself when it is asked for a state dict
+    except Exception:  # of any library, which raises it again when asked for a state dict
         return None
     groups = (module._parameters, module._buffers)
     own = [value for group in groups for value in group.values() if value is not None]

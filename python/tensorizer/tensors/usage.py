@@ -105,9 +105,7 @@ class MemoryUsage(NamedTuple):
     def now(cls, device: _Device = None) -> MemoryUsage:
         """Measure all of them."""
         return cls(
-            CPUMemoryUsage.now(),
-            GlobalGPUMemoryUsage.now(device),
-            TorchGPUMemoryUsage.now(device),
+            CPUMemoryUsage.now(), GlobalGPUMemoryUsage.now(device), TorchGPUMemoryUsage.now(device)
         )
 
     def __str__(self) -> str:
