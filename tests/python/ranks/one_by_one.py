@@ -79,7 +79,7 @@ def closed_early(folder):
 
 
 def closed_by_another_thread(folder):
-    """The thread that waits sees that its own iterator was closed; the other rank, by which rank."""
+    """The thread that waits sees that its own iterator was closed; the other rank, by which."""
     fetch_together(BATCH)
     flag = Path(folder, "closed")
     with group() as (rank, _):
