@@ -5,9 +5,10 @@
 #![allow(missing_docs, clippy::missing_safety_doc)]
 
 use crate::handles::{lend_to_handle, take_from_handle};
+use crate::iterate::device_of;
 use crate::operators::{
-    op_describe, op_iterate, op_iterate_close, op_iterate_next, op_load, op_load_all,
-    op_load_checked, op_load_into, op_names, op_save, reaches,
+    op_describe, op_iterate, op_iterate_close, op_iterate_next, op_load, op_load_checked,
+    op_load_into, op_names, op_save, reaches,
 };
 use crate::tensor::{LoadedTensors, TorchHostMemory};
 
@@ -38,9 +39,12 @@ mod ffi {
         fn devices(self: &LoadedTensors) -> usize;
         fn take_blocks(self: &mut LoadedTensors, device: usize) -> UniquePtr<TorchBlocks>;
 
-        fn op_load_all(uri: &str, options: OpOptions) -> Result<Box<LoadedTensors>>;
-        fn op_load(uri: &str, names: Vec<String>, options: OpOptions)
-        -> Result<Box<LoadedTensors>>;
+        fn op_load(
+            uri: &str,
+            names: Vec<String>,
+            all: bool,
+            options: OpOptions,
+        ) -> Result<Box<LoadedTensors>>;
         fn op_load_checked(
             uri: &str,
             names: Vec<String>,
@@ -62,8 +66,10 @@ mod ffi {
             all: bool,
             buffer_bytes: u64,
             ready: bool,
+            device: &str,
             options: OpOptions,
         ) -> Result<i64>;
+        fn device_of(iterator: i64) -> String;
         fn op_iterate_next(iterator: i64) -> Result<Box<LoadedTensors>>;
         fn op_iterate_close(iterator: i64) -> Result<()>;
         fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>)

@@ -1,21 +1,12 @@
 #include "iterate.h"
 
-#include <mutex>
-#include <unordered_map>
+#include <string>
 #include <utility>
 
 #include "errors.h"
 #include "tensorizer-torch/bridge.rs.h"
 
 namespace tensorizer {
-
-namespace {
-
-// The device of each iterator, by its number. Tensors that come to the CPU first are copied there.
-std::mutex devices_lock;
-std::unordered_map<std::int64_t, at::Device> devices;
-
-}  // namespace
 
 std::int64_t iterate(std::string uri, std::optional<Names> names, OptionalDevice device,
                      std::int64_t buffer_bytes, std::string order, bool verify, Readers num_readers,
@@ -31,45 +22,23 @@ std::int64_t iterate(std::string uri, std::optional<Names> names, OptionalDevice
   device = resolved(device);
   const auto given = options(verify, num_readers, key, number(device));
   const auto chosen = strings(names.value_or(Names()));
-  const auto iterator = checked([&] {
+  // Tensors that come to the CPU first are copied there.
+  const auto target = device ? device->str() : std::string();
+  return checked([&] {
     return op_iterate(str(uri), chosen, !names, static_cast<std::uint64_t>(buffer_bytes),
-                      order == "ready", given);
+                      order == "ready", target, given);
   });
-  if (device) {
-    const std::lock_guard lock(devices_lock);
-    devices.emplace(iterator, *device);
-  }
-  return iterator;
 }
 
 void iterate_close(std::int64_t iterator) {
   checked([&] { op_iterate_close(iterator); });
-  const std::lock_guard lock(devices_lock);
-  devices.erase(iterator);
 }
 
 Dict iterate_next(std::int64_t iterator) {
-  OptionalDevice device;
-  {
-    // Copied first: another thread may end the iterator meanwhile.
-    const std::lock_guard lock(devices_lock);
-    const auto found = devices.find(iterator);
-    if (found != devices.end()) device = found->second;
-  }
-  // An error ends the iterator.
-  auto loaded = [&] {
-    try {
-      return checked([&] { return op_iterate_next(iterator); });
-    } catch (...) {
-      const std::lock_guard lock(devices_lock);
-      devices.erase(iterator);
-      throw;
-    }
-  }();
-  if (loaded->size() == 0) {
-    const std::lock_guard lock(devices_lock);
-    devices.erase(iterator);
-  }
+  // Copied first: another thread may end the iterator meanwhile.
+  const std::string target(device_of(iterator));
+  auto loaded = checked([&] { return op_iterate_next(iterator); });
+  const auto device = target.empty() ? OptionalDevice() : OptionalDevice(at::Device(target));
   Names keys;
   for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
   return by_name(std::move(keys), place(*loaded, device));

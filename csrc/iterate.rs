@@ -95,21 +95,31 @@ static OPEN_ITERATORS: ForkSafeMutex<Option<HashMap<i64, Arc<OpenIterator>>>> =
 static NEXT_NUMBER: AtomicI64 = AtomicI64::new(1);
 
 struct OpenIterator {
+    device: String,
     tensors: Mutex<TorchTensors>,
     holder: LockHolder,
     closer: Closer,
 }
 
-/// Keeps an iterator for the operators. Returns its number.
-pub fn register(tensors: TorchTensors) -> i64 {
+/// Keeps an iterator for the operators, with the name of the device to which torch copies tensors
+/// that are not there; empty for none. Returns its number.
+pub fn register(tensors: TorchTensors, device: &str) -> i64 {
     let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
     let open = OpenIterator {
+        device: device.to_owned(),
         closer: tensors.closer(),
         tensors: Mutex::new(tensors),
         holder: LockHolder::default(),
     };
     OPEN_ITERATORS.lock().get_or_insert_default().insert(number, Arc::new(open));
     number
+}
+
+/// Returns the name of the device to which torch copies an iterator's tensors; empty for none.
+pub fn device_of(number: i64) -> String {
+    let open = OPEN_ITERATORS.lock();
+    let open = open.as_ref().and_then(|open| open.get(&number));
+    open.map_or(String::new(), |open| open.device.clone())
 }
 
 /// Returns the next tensors of an iterator; none at the end, which also closes it.

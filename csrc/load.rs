@@ -75,13 +75,12 @@ pub fn load_tensors(
     for part in &subsets {
         if part.on_devices {
             let of = part.positions.iter().filter_map(|&at| found.get(at).copied().flatten());
-            let to = (&devices, of.collect(), to.separate_memory);
+            let to = (&devices, of.collect(), to.separate_memory, blocks.len());
             let loaded = load_on_devices(file, part, to, (options, counters, cancel))?;
-            let first = blocks.len();
             streams.extend(loaded.streams);
             blocks.extend(loaded.blocks);
-            for (at, (location, header)) in loaded.tensors {
-                set_slot(&mut locations, at, (location.after(first), header));
+            for (at, tensor) in loaded.tensors {
+                set_slot(&mut locations, at, tensor);
             }
         } else {
             let loaded = load_counted(file, &part.numbers, options, counters, cancel)?;
@@ -117,28 +116,24 @@ struct OnDevices<T> {
 }
 
 /// Loads tensors to devices into new blocks, given the device of each. Returns each tensor with its
-/// position in the selection.
+/// position in the selection. `first`: the position of the first device in the list of blocks.
 fn load_on_devices(
     file: &TensorFile,
     part: &TensorSubset,
-    (devices, of, separate_memory): (&CallDevices, Vec<usize>, bool),
+    (devices, of, separate_memory, first): (&CallDevices, Vec<usize>, bool, usize),
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
 ) -> Result<OnDevices<(usize, (TensorLocation, CompactHeader))>> {
-    let one_device = devices.devices.len() <= 1;
-    let of_several = if one_device { &[][..] } else { &of };
-    let planned = DeviceLoad::new(file, &part.numbers, of_several, separate_memory)?;
+    let planned = DeviceLoad::new(file, &part.numbers, &of, separate_memory)?;
     let starts = block_starts(planned.block_devices(), devices.devices.len());
     let OnDevices { tensors: headers, blocks, streams } =
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;
     let mut loaded = Vec::with_capacity(part.positions.len());
     let tensors = part.positions.iter().zip(&part.numbers).zip(of.iter().zip(planned.locations()));
     for (((&at, &number), (&device, block_location)), header) in tensors.zip(headers) {
-        let start = starts.get(device).copied().unwrap_or(0);
+        let block = block_location.block - starts.get(device).copied().unwrap_or(0);
         let location = match file.entry(number)?.is_meta() {
-            true => TensorLocation::Zeros(device),
-            false => {
-                TensorLocation::Block(device, block_location.block - start, block_location.offset)
-            }
+            true => TensorLocation::Zeros(first + device),
+            false => TensorLocation::Block(first + device, block, block_location.offset),
         };
         loaded.push((at, (location, header)));
     }

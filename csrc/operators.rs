@@ -86,39 +86,20 @@ fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
     }
 }
 
-/// Loads all tensors of a file.
-#[cfg(feature = "tch")]
-pub fn load_all(file: &TensorFile, device: DeviceIndex) -> Result<LoadedTensors> {
-    let all: Vec<usize> = (0..file.entries().len()).collect();
-    loaded(file, &all, device, LoadOptions::default())
-}
-
-/// Loads the named tensors of a file.
-#[cfg(feature = "tch")]
-pub fn load_some<S: AsRef<str>>(
-    file: &TensorFile,
-    names: &[S],
-    device: DeviceIndex,
-) -> Result<LoadedTensors> {
-    loaded(file, &file.select(names)?, device, LoadOptions::default())
-}
-
-pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<LoadedTensors>> {
-    operator(|| {
-        let file = open(uri, &mut options)?;
-        let all: Vec<usize> = (0..file.entries().len()).collect();
-        loaded(&file, &all, options.device, options.into()).map(Box::new)
-    })
+/// Returns the numbers of the named tensors of a file, or of all.
+fn selected(file: &TensorFile, names: &[String], all: bool) -> Result<Vec<usize>> {
+    if all { Ok((0..file.entries().len()).collect()) } else { file.select(names) }
 }
 
 pub fn op_load(
     uri: &str,
     names: Vec<String>,
+    all: bool,
     mut options: OpOptions,
 ) -> Result<Box<LoadedTensors>> {
     operator(|| {
         let file = open(uri, &mut options)?;
-        loaded(&file, &file.select(&names)?, options.device, options.into()).map(Box::new)
+        loaded(&file, &selected(&file, &names, all)?, false, options)
     })
 }
 
@@ -161,22 +142,21 @@ pub fn op_load_checked(
             }
         }
         // Tensors that a graph gets from an operator may not share memory.
-        let destination = LoadDestination { devices: &[options.device], separate_memory: true };
-        let options = options.into();
-        let counters = Counters::default();
-        let loaded = load_tensors(&file, &selection, destination, &options, &counters, &interrupt)?;
-        Ok(Box::new(loaded.0))
+        loaded(&file, &selection, true, options)
     })
 }
 
-fn loaded(
+/// Loads tensors, given by number. With `separate_memory`, they share no block of a device's memory.
+pub fn loaded(
     file: &TensorFile,
     selection: &[usize],
-    device: DeviceIndex,
-    options: LoadOptions,
-) -> Result<LoadedTensors> {
-    let destination = LoadDestination { devices: &[device], separate_memory: false };
-    Ok(load_tensors(file, selection, destination, &options, &Counters::default(), &interrupt)?.0)
+    separate_memory: bool,
+    options: OpOptions,
+) -> Result<Box<LoadedTensors>> {
+    let destination = LoadDestination { devices: &[options.device], separate_memory };
+    let (options, counters) = (options.into(), Counters::default());
+    let loaded = load_tensors(file, selection, destination, &options, &counters, &interrupt)?;
+    Ok(Box::new(loaded.0))
 }
 
 pub fn op_load_into(
@@ -197,21 +177,23 @@ pub fn op_load_into(
 }
 
 /// Begins to load the named tensors of a file, or all, one by one. Returns the iterator's number.
+/// `device`: see [`iterate::device_of`].
 pub fn op_iterate(
     uri: &str,
     names: Vec<String>,
     all: bool,
     buffer_bytes: u64,
     ready: bool,
+    device: &str,
     mut options: OpOptions,
 ) -> Result<i64> {
     operator(|| {
         let file = open(uri, &mut options)?;
-        let numbers = if all { (0..file.entries().len()).collect() } else { file.select(&names)? };
+        let numbers = selected(&file, &names, all)?;
         let order = if ready { Order::Ready } else { Order::File };
-        let device = options.device;
+        let index = options.device;
         let options = IterateOptions { load: options.into(), buffer_bytes, order, complete: false };
-        Ok(iterate::register(TorchTensors::new(&file, &numbers, device, &options)?))
+        Ok(iterate::register(TorchTensors::new(&file, &numbers, index, &options)?, device))
     })
 }
 

@@ -106,11 +106,8 @@ std::vector<at::Tensor> load_checked(std::string uri, Names names, Names expecte
 }
 
 Names describe(std::string uri, Names names) {
-  Names out;
-  for (const auto& text : checked([&] { return op_describe(str(uri), strings(names)); })) {
-    out.emplace_back(text);
-  }
-  return out;
+  const auto found = checked([&] { return op_describe(str(uri), strings(names)); });
+  return Names(found.begin(), found.end());
 }
 
 // Loads through load.checked. Dtypes and shapes that the file has during tracing become part of the
@@ -129,14 +126,13 @@ std::vector<at::Tensor> load_list(std::string uri, Names names, OptionalDevice d
   if (watched()) return load_watched(uri, std::move(names), device, verify, num_readers, key);
   device = resolved(device);
   const auto given = options(verify, num_readers, key, number(device));
-  auto loaded = checked([&] { return op_load(str(uri), strings(names), given); });
+  auto loaded = checked([&] { return op_load(str(uri), strings(names), false, given); });
   return place(*loaded, device);
 }
 
 Names names(std::string uri) {
-  Names out;
-  for (const auto& name : checked([&] { return op_names(str(uri)); })) out.emplace_back(name);
-  return out;
+  const auto found = checked([&] { return op_names(str(uri)); });
+  return Names(found.begin(), found.end());
 }
 
 Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_readers, Key key) {
@@ -148,7 +144,7 @@ Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_reade
   } else {
     device = resolved(device);
     const auto given = options(verify, num_readers, key, number(device));
-    auto loaded = checked([&] { return op_load_all(str(uri), given); });
+    auto loaded = checked([&] { return op_load(str(uri), {}, true, given); });
     keys.reserve(loaded->size());
     for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
     tensors = place(*loaded, device);

@@ -13,9 +13,9 @@ use tensorizer::error::{Error, Result};
 use tensorizer::{SaveOptions, save as save_tensors};
 
 use crate::bridge::new_tensors;
-use crate::operators::{load_all, load_some};
-use crate::tensor::{LoadedTensors, to_save};
-use crate::torch::{self, TensorList, thrown};
+use crate::operators::loaded;
+use crate::tensor::to_save;
+use crate::torch::{self, OpOptions, TensorList, thrown};
 
 /// Returns the address of the `at::Tensor` that a `tch::Tensor` holds.
 fn address(tensor: &Tensor) -> usize {
@@ -29,7 +29,14 @@ fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<Tenso
     unsafe { torch::list_tensors(&addresses) }.map_err(thrown)
 }
 
-fn take(mut loaded: LoadedTensors, device: Device) -> Result<Vec<(String, Tensor)>> {
+/// Loads tensors, given by number, with their names.
+fn load_numbers(
+    file: &TensorFile,
+    numbers: &[usize],
+    device: Device,
+) -> Result<Vec<(String, Tensor)>> {
+    let options = OpOptions { verify: false, readers: 0, key: Vec::new(), device: index(device) };
+    let mut loaded = loaded(file, numbers, false, options)?;
     let names: Vec<String> = (0..loaded.size()).map(|at| loaded.name(at).to_owned()).collect();
     let tensors = new_tensors(&mut loaded).map_err(thrown)?.into_iter().map(|address| {
         // SAFETY: a new `at::Tensor` on the heap, which nothing else owns.
@@ -52,13 +59,15 @@ fn index(device: Device) -> DeviceIndex {
 
 /// Loads all tensors of a file with their names, in its order.
 pub fn load(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
-    take(load_all(&TensorFile::open(path)?, index(device))?, device)
+    let file = TensorFile::open(path)?;
+    let all: Vec<usize> = (0..file.entries().len()).collect();
+    load_numbers(&file, &all, device)
 }
 
 /// Loads the tensors with these names, in this order.
 pub fn load_named<S: AsRef<str>>(path: &Path, names: &[S], device: Device) -> Result<Vec<Tensor>> {
     let file = TensorFile::open(path)?;
-    let loaded = take(load_some(&file, names, index(device))?, device)?;
+    let loaded = load_numbers(&file, &file.select(names)?, device)?;
     Ok(loaded.into_iter().map(|(_, tensor)| tensor).collect())
 }
 

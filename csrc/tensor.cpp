@@ -137,6 +137,7 @@ TensorInfo TensorList::info(std::size_t at) const {
   TensorInfo info;
   info.dtype = static_cast<std::int8_t>(tensor.scalar_type());
   for (const auto size : tensor.sizes()) info.shape.push_back(static_cast<std::uint64_t>(size));
+  info.len = static_cast<std::uint64_t>(tensor.nbytes());
   info.meta = tensor.is_meta();
   info.ready = !info.meta && is_ready(tensor);
   info.device = device_number(tensor.device());
@@ -161,10 +162,6 @@ std::size_t TensorList::writable(std::size_t at) const {
   // Gives a copy-on-write tensor memory of its own.
   static_cast<void>(tensors_.at(at).mutable_data_ptr());
   return address(at);
-}
-
-std::uint64_t TensorList::len(std::size_t at) const {
-  return static_cast<std::uint64_t>(tensors_.at(at).nbytes());
 }
 
 void TensorList::fill_zero(std::size_t at) const {

@@ -47,20 +47,6 @@ pub enum TensorLocation {
     Zeros(usize),
 }
 
-impl TensorLocation {
-    /// Returns the same location in a list that has `first` devices before.
-    #[must_use]
-    pub fn after(self, first: usize) -> Self {
-        match self {
-            TensorLocation::Host(_) => self,
-            TensorLocation::Block(device, block, start) => {
-                TensorLocation::Block(first + device, block, start)
-            }
-            TensorLocation::Zeros(device) => TensorLocation::Zeros(first + device),
-        }
-    }
-}
-
 impl LoadedTensors {
     /// Creates a list of the tensors with these numbers, each with its memory.
     pub fn new(
@@ -293,7 +279,7 @@ pub fn data_of<'t>(
     }
     let found = if info.ready { devices.find(info.device)? } else { None };
     if let Some((device, consumer)) = found {
-        let len = to_usize(tensors.len(at).map_err(thrown)?);
+        let len = to_usize(info.len);
         // SAFETY: these are the tensor's own bytes, which the list keeps alive. They are only read,
         // and all copies have ended when the call for which the tensor was lent returns.
         let memory = unsafe { DeviceMemory::new(tensors.address(at).map_err(thrown)?, len) };

@@ -14,6 +14,8 @@ mod ffi {
         /// The dtype, as a `c10::ScalarType`.
         dtype: i8,
         shape: Vec<u64>,
+        /// The number of bytes.
+        len: u64,
         /// True for tensors of the `meta` device.
         meta: bool,
         /// True if its bytes can be used as they are: in row-major order, on a device that the core
@@ -61,7 +63,7 @@ mod ffi {
         fn current_stream(device: i16) -> Result<usize>;
         fn address(self: &TensorList, at: usize) -> Result<usize>;
         fn writable(self: &TensorList, at: usize) -> Result<usize>;
-        fn len(self: &TensorList, at: usize) -> Result<u64>;
+
         fn fill_zero(self: &TensorList, at: usize) -> Result<()>;
         /// Tells autograd that the tensors were changed.
         fn changed(self: &TensorList) -> Result<()>;

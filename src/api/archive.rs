@@ -11,7 +11,7 @@ use crate::engine::destination::host::{HostDestination, TensorMemory};
 use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{Extent, ExtentUse, ReadPlan};
 use crate::error::{Error, Result};
-use crate::format::TensorKind;
+
 use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
@@ -60,19 +60,8 @@ pub fn read_archive(
         let name = record.name.split_at(folder(&record.name)).1;
         let name =
             Name::from_key(&format!("{file}/{name}")).map_err(|what| malformed(uri, what))?;
-        Ok(Entry {
-            name,
-            kind: TensorKind::StateDict,
-            dtype: bytes_dtype()?,
-            shape: [record.len].into(),
-            long: false,
-            file,
-            header_offset: data_offset,
-            data_offset,
-            data_len: record.len,
-            whole: None,
-            strided: false,
-        })
+        let shape = [record.len].into();
+        Ok(Entry::new(name, bytes_dtype()?, shape, file, data_offset, record.len))
     });
     let entries = entries.collect::<Result<Vec<_>>>()?;
     let format = Format::TorchZip;
@@ -173,7 +162,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn pickled(&self, tensors: Vec<PickledTensor>) -> Result<Self> {
         let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));
-        self.with_entries(entries.collect::<Result<Vec<_>>>()?).map_err(|error| match error {
+        self.with_entries(entries.collect::<Result<_>>()?, false).map_err(|error| match error {
             Error::InvalidArgument(what) => malformed(self.uri(), what),
             other => other,
         })
@@ -205,20 +194,6 @@ impl TensorFile {
                 (record.file, record.data_offset.saturating_add(offset), len)
             }
         };
-        let (kind, header_offset) = (TensorKind::StateDict, data_offset);
-        let long = false;
-        Ok(Entry {
-            name,
-            kind,
-            dtype,
-            shape,
-            long,
-            file,
-            header_offset,
-            data_offset,
-            data_len,
-            whole: None,
-            strided,
-        })
+        Ok(Entry { strided, ..Entry::new(name, dtype, shape, file, data_offset, data_len) })
     }
 }

@@ -87,15 +87,13 @@ impl<'f> DeviceLoad<'f> {
             let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
             layout.ok_or_else(too_large)
         };
+        let mut device_of = device_of.to_vec();
+        device_of.resize(tensors.len(), 0);
         let mut layout = DeviceLayout::default();
-        if device_of.is_empty() {
-            MemoryLayout { blocks: layout.blocks, locations: layout.locations, .. } =
-                plan(&tensors)?;
-            return Ok(DeviceLoad { selection, layout, is_new: true });
-        }
-        layout.device_of_tensor = selection.to_file_order(device_of.to_vec());
+        let devices = device_of.iter().max().map_or(0, |most| most + 1);
+        layout.device_of_tensor = selection.to_file_order(device_of);
         layout.locations = vec![BlockLocation::default(); tensors.len()];
-        for device in 0..device_of.iter().max().map_or(0, |most| most + 1) {
+        for device in 0..devices {
             let own = layout.device_of_tensor.iter().enumerate();
             let own: Vec<usize> = own.filter(|(_, of)| **of == device).map(|(at, _)| at).collect();
             let own_tensors: Vec<_> =
@@ -124,7 +122,7 @@ impl<'f> DeviceLoad<'f> {
         let selection = Selection::new(file, numbers)?;
         let mut blocks = vec![BlockLayout { len: 0, image: None }; numbers.len()];
         let mut locations = Vec::with_capacity(numbers.len());
-        for (entry, &block) in selection.entries.iter().zip(selection.order()) {
+        for (entry, &block) in selection.entries.iter().zip(&selection.order) {
             locations.push(BlockLocation { block, offset: 0 });
             if let Some(slot) = blocks.get_mut(block) {
                 slot.len = entry.loaded_len();

@@ -59,41 +59,25 @@ impl TensorFile {
         tensors_state: Option<TensorsFileState>,
         cached_heads: Vec<CachedHead>,
     ) -> Self {
-        let (tensors_state, cached_heads, hub_pins) =
-            (tensors_state.map(Arc::new), cached_heads.into(), Arc::default());
-        let catalog = Arc::new(catalog);
         TensorFile {
             uri,
             sources: ForkSafeMutex::new(sources.into()),
-            catalog,
-            tensors_state,
-            cached_heads,
-            hub_pins,
+            catalog: Arc::new(catalog),
+            tensors_state: tensors_state.map(Arc::new),
+            cached_heads: cached_heads.into(),
+            hub_pins: Arc::default(),
         }
     }
 
-    /// Returns the same file with other tensors.
-    pub(super) fn with_entries(&self, entries: Vec<Entry>) -> Result<Self> {
+    /// Returns the same file with other tensors, or with parts of its tensors. A tensor may have
+    /// several parts; its name then belongs to the first one.
+    pub(super) fn with_entries(&self, entries: Vec<Entry>, are_parts: bool) -> Result<Self> {
         let mut names = NameTree::default();
         for (number, entry) in entries.iter().enumerate() {
-            names.insert(&entry.name, number).map_err(Error::InvalidArgument)?;
-        }
-        Ok(self.with_named(entries, names))
-    }
-
-    /// Returns the same file with parts of its tensors. A tensor may have several parts; its name
-    /// then belongs to the first one.
-    pub(super) fn with_parts(&self, entries: Vec<Entry>) -> Result<Self> {
-        let mut names = NameTree::default();
-        for (number, entry) in entries.iter().enumerate() {
-            if names.find(entry.name.stored()).is_none() {
+            if !are_parts || names.find(entry.name.stored()).is_none() {
                 names.insert(&entry.name, number).map_err(Error::InvalidArgument)?;
             }
         }
-        Ok(self.with_named(entries, names))
-    }
-
-    fn with_named(&self, entries: Vec<Entry>, names: NameTree) -> Self {
         let catalog = Catalog {
             format: self.format(),
             entries: Arc::new(entries),
@@ -101,7 +85,7 @@ impl TensorFile {
             metadata: Arc::clone(&self.catalog.metadata),
             indexed_files: BTreeMap::new(),
         };
-        TensorFile { catalog: Arc::new(catalog), ..self.duplicate() }
+        Ok(TensorFile { catalog: Arc::new(catalog), ..self.duplicate() })
     }
 
     /// Returns another handle of the same file. It stays open when this one is closed.
@@ -212,16 +196,9 @@ impl TensorFile {
         if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.manifest_mismatch()) }
     }
 
-    /// True if data were decrypted with the key before.
-    pub(super) fn key_fits(&self) -> bool {
-        self.tensors_state.as_ref().is_some_and(|state| state.key_fits.load(Ordering::Relaxed))
-    }
-
-    /// Remembers that the key is right.
-    pub(super) fn set_key_fits(&self) {
-        if let Some(tensors_state) = &self.tensors_state {
-            tensors_state.key_fits.store(true, Ordering::Relaxed);
-        }
+    /// The mark of a `.tensors` file that data were decrypted with the key before.
+    pub(super) fn key_fits(&self) -> Option<&AtomicBool> {
+        self.tensors_state.as_ref().map(|state| &state.key_fits)
     }
 
     /// The mark of a `.tensors` file that some of its tensors are encrypted in one long piece.

@@ -23,10 +23,12 @@ use crate::sys::to_usize;
 
 /// A source whose first bytes were read.
 pub struct FileHead {
-    source: Arc<dyn ReadAt>,
-    base: u64,
-    /// At most the length of a prologue; fewer if the file is shorter.
-    bytes: Vec<u8>,
+    /// The source.
+    pub source: Arc<dyn ReadAt>,
+    /// The position of the file's first byte.
+    pub base: u64,
+    /// The first bytes: at most the length of a prologue; fewer if the file is shorter.
+    pub bytes: Vec<u8>,
 }
 
 impl FileHead {
@@ -36,21 +38,6 @@ impl FileHead {
         let available = read_up_to(&*source, base, &mut bytes, cancel)?;
         bytes.truncate(available);
         Ok(FileHead { source, base, bytes })
-    }
-
-    /// Returns the first bytes.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
-
-    /// Returns the position of the first byte.
-    pub fn base(&self) -> u64 {
-        self.base
-    }
-
-    /// Returns the source of the bytes.
-    pub fn source(&self) -> &Arc<dyn ReadAt> {
-        &self.source
     }
 
     /// Reads the whole file, which may not be longer than `most`.

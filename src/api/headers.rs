@@ -1,5 +1,7 @@
 //! Headers of tensors, and the codec of a call's tensors.
 
+use std::sync::atomic::Ordering;
+
 use super::file::TensorFile;
 use super::reads::{Run, drain, tensor_codec};
 use super::selection::Selection;
@@ -40,7 +42,7 @@ pub fn visit_headers(
 ) -> Result<Vec<CompactHeader>> {
     let selection = Selection::new(file, numbers)?;
     let on_header = |tensor: TensorNumber, header: &TensorHeader<'_>| {
-        on_header(*tensor.of(selection.order())?, header)
+        on_header(*tensor.of(&selection.order)?, header)
     };
     file.with_intact_copies(|| {
         let mut plan = ReadPlan::new(&[], &[], false);
@@ -62,7 +64,10 @@ pub fn visit_headers(
 /// has been read. A key that has worked once is not tried again.
 pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let file = selection.file;
-    let Some(options) = file.decryption().filter(|_| !file.key_fits()) else { return Ok(()) };
+    let Some((options, key_fits)) = file.decryption().zip(file.key_fits()) else { return Ok(()) };
+    if key_fits.load(Ordering::Relaxed) {
+        return Ok(());
+    }
     let source = file.source(0)?;
     if source.facts().len.is_none() {
         // The source can be read only once.
@@ -87,7 +92,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     if !pieces.decrypt(0, &mut bytes, &key) {
         return Err(decryption_failed(entry, uri));
     }
-    file.set_key_fits();
+    key_fits.store(true, Ordering::Relaxed);
     Ok(())
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::file::TensorFile;
 use super::selection::Selection;
-use crate::engine::destination::host::{FileImage, HostDestination, ImageMemory, TensorMemory};
+use crate::engine::destination::host::{FileImage, HostDestination, RunMemory, TensorMemory};
 use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{Extent, LargeTensors, MemoryLayout};
 use crate::error::{Error, Result};
@@ -24,19 +24,20 @@ const MAPPED_FROM: u64 = 1 << 20;
 
 /// Host memory for the tensors of a load, in the order of the file.
 pub struct HostMemory {
+    /// The blocks of the layout, then mappings of the beginnings of files in which tensors are used
+    /// in place.
     blocks: Vec<Arena>,
     layout: MemoryLayout,
-    /// Mappings of the beginnings of files in which tensors are used in place, by file number.
-    mappings: BTreeMap<usize, Arena>,
     tensors: Vec<HostLocation>,
 }
 
 /// The location of a tensor's bytes.
-enum HostLocation {
-    /// In a block.
-    Block { block: usize, at: usize, len: usize },
-    /// In the mapping of its file, which also has its header.
-    Mapped { file: usize, header: usize, at: usize, len: usize },
+struct HostLocation {
+    block: usize,
+    at: usize,
+    len: usize,
+    /// For a block that is a mapping: the number of its file, and the position of the tensor's header.
+    mapped: Option<(usize, usize)>,
 }
 
 impl HostMemory {
@@ -54,62 +55,59 @@ impl HostMemory {
         }
         let layout = MemoryLayout::new(&own, LargeTensors::OneBlock).ok_or_else(too_large)?;
         let blocks = layout.blocks.iter().map(|block| Arena::new(to_usize(block.len)));
-        let blocks = blocks.collect::<Result<_>>()?;
+        let mut blocks = blocks.collect::<Result<Vec<_>>>()?;
+        let mut block_of_file = BTreeMap::new();
+        for (file, mapping) in map_tensors(file, &selection.entries, &in_place)? {
+            block_of_file.insert(file, blocks.len());
+            blocks.push(mapping);
+        }
         let mut locations = layout.locations.iter().zip(&own);
         let tensors = entries.map(|(entry, in_place)| {
-            if *in_place {
-                return Ok(HostLocation::Mapped {
-                    file: entry.file,
-                    header: to_usize(entry.header_offset),
-                    at: to_usize(entry.data_offset),
-                    len: to_usize(entry.data_len),
-                });
+            if let Some(&block) = block_of_file.get(&entry.file).filter(|_| *in_place) {
+                let (at, len) = (to_usize(entry.data_offset), to_usize(entry.data_len));
+                let mapped = Some((entry.file, to_usize(entry.header_offset)));
+                return Ok(HostLocation { block, at, len, mapped });
             }
             let (location, (_, len)) =
                 locations.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
             let (at, len) = (to_usize(location.offset), to_usize(*len));
-            Ok(HostLocation::Block { block: location.block, at, len })
+            Ok(HostLocation { block: location.block, at, len, mapped: None })
         });
         let tensors = collect_all(tensors)?;
-        let mappings = map_tensors(file, &selection.entries, &in_place)?;
-        Ok(HostMemory { blocks, layout, mappings, tensors })
+        Ok(HostMemory { blocks, layout, tensors })
     }
 
     /// Returns all memory as a destination.
     pub fn lend(&mut self) -> Result<HostDestination<'_>> {
         let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
-        for (&number, mapping) in &mut self.mappings {
+        let count = self.layout.blocks.len();
+        let (arenas, mappings) = self.blocks.split_at_mut_checked(count).ok_or_else(bug)?;
+        for (number, mapping) in (count..).zip(mappings) {
             let mut rest = SliceRemainder::new(mapping.bytes_mut());
-            for location in &self.tensors {
-                let HostLocation::Mapped { file, header, at, len } = *location else { continue };
-                if file == number {
-                    let memory = ImageMemory::Mapped(rest.cut(header, at + len - header)?);
+            for &HostLocation { block, at, len, mapped } in &self.tensors {
+                if let Some((file, header)) = mapped.filter(|_| block == number) {
+                    let memory = RunMemory::Full(rest.cut(header, at + len - header)?);
                     images.push(FileImage { file, position: header as u64, memory });
                 }
             }
         }
-        let mut blocks = Vec::with_capacity(self.blocks.len());
-        for (arena, block) in self.blocks.iter_mut().zip(&self.layout.blocks) {
+        let mut blocks = Vec::with_capacity(count);
+        for (arena, block) in arenas.iter_mut().zip(&self.layout.blocks) {
             let bytes = arena.bytes_mut();
             let Some(span) = block.image else {
                 blocks.push(Some(SliceRemainder::new(bytes)));
                 continue;
             };
             let bytes = bytes.get_mut(to_usize(span.skip)..).ok_or_else(bug)?;
-            let memory = ImageMemory::Empty(as_uninit(bytes));
+            let memory = RunMemory::Empty(as_uninit(bytes));
             images.push(FileImage { file: span.file, position: span.start, memory });
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
         let tensors = self.tensors.iter().map(|location| {
-            let bytes = match *location {
-                HostLocation::Block { block, at, len } => {
-                    let rest = blocks.get_mut(block).and_then(Option::as_mut);
-                    rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))?
-                }
-                HostLocation::Mapped { .. } => &mut [],
-            };
+            let rest = blocks.get_mut(location.block).and_then(Option::as_mut);
+            let bytes = rest.map_or(Ok(&mut [][..]), |rest| rest.cut(location.at, location.len))?;
             Ok(SliceRemainder::new(as_uninit(bytes)))
         });
         let tensors = collect_all(tensors)?;
@@ -118,37 +116,16 @@ impl HostMemory {
 
     /// Turns the memory into the buffers that tensors own from now on.
     pub fn freeze(self) -> Result<Vec<HostBuffer>> {
+        let bug = || Error::Bug("a tensor without memory".to_owned());
         let mut ranges = vec![Vec::new(); self.blocks.len()];
-        let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for location in &self.tensors {
-            match *location {
-                HostLocation::Mapped { file, at, len, .. } => {
-                    mapped.entry(file).or_default().push((at, len));
-                }
-                HostLocation::Block { block, at, len } => {
-                    let ranges = ranges.get_mut(block);
-                    ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?.push((at, len));
-                }
-            }
+            ranges.get_mut(location.block).ok_or_else(bug)?.push((location.at, location.len));
         }
         let blocks = self.blocks.into_iter().zip(&ranges);
         let blocks = blocks.map(|(block, ranges)| Ok(block.freeze(ranges)?.into_iter()));
         let mut blocks = blocks.collect::<Result<Vec<_>>>()?;
-        let mappings = self.mappings.into_iter().map(|(file, mapping)| {
-            let ranges = mapped.get(&file).map_or(&[][..], Vec::as_slice);
-            Ok((file, mapping.freeze(ranges)?.into_iter()))
-        });
-        let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
         let buffers = self.tensors.iter().map(|location| {
-            let buffer = match location {
-                HostLocation::Mapped { file, .. } => {
-                    mappings.get_mut(file).and_then(Iterator::next)
-                }
-                HostLocation::Block { block, .. } => {
-                    blocks.get_mut(*block).and_then(Iterator::next)
-                }
-            };
-            buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
+            blocks.get_mut(location.block).and_then(Iterator::next).ok_or_else(bug)
         });
         collect_all(buffers)
     }
@@ -178,7 +155,7 @@ fn map_tensors(
     file: &TensorFile,
     entries: &[&Entry],
     in_place: &[bool],
-) -> Result<BTreeMap<usize, Arena>> {
+) -> Result<Vec<(usize, Arena)>> {
     let mut ends: BTreeMap<usize, u64> = BTreeMap::new();
     for (entry, _) in entries.iter().zip(in_place).filter(|(_, in_place)| **in_place) {
         let end = ends.entry(entry.file).or_default();

@@ -48,7 +48,7 @@ impl Opening<'_> {
     pub fn source(&self, source: Arc<dyn ReadAt>, base: u64) -> Result<TensorFile> {
         with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = self.head(&source, base)?;
-            if shards::recognises(head.bytes()) {
+            if shards::recognises(&head.bytes) {
                 return ShardIndex::read(head, self)?.open_wanted(self);
             }
             head.open(self)

@@ -145,11 +145,11 @@ impl Opening<'_> {
             return FileHead::read(self.pinned(Arc::clone(source))?, base, self.cancel);
         }
         let head = FileHead::read(Arc::clone(source), base, self.cancel)?;
-        if self.pins.is_none() || shards::recognises(head.bytes()) {
+        if self.pins.is_none() || shards::recognises(&head.bytes) {
             return Ok(head);
         }
         let source = self.pinned(Arc::clone(source))?;
-        if head.bytes().starts_with(b"PK") {
+        if head.bytes.starts_with(b"PK") {
             // Its directory is at its end.
             read_all(&[Arc::clone(&source)], &LoadOptions::default(), self.cancel)?;
         }

@@ -255,7 +255,7 @@ impl<'s> Reads<'s> {
             for (tensor, ranges) in tensors.clone().zip(self.slices.get(tensors).unwrap_or(&[])) {
                 let Some(ranges) = ranges else { continue };
                 let gathered = !self.rules.are_long(ranges);
-                let gap = if gathered { self.rules.gap() } else { 0 };
+                let gap = if gathered { self.rules.gap } else { 0 };
                 for span in ranges.coalesced(gap).filter(|_| ranges.total() > 0) {
                     let number = TensorNumber::range(tensor..tensor + 1);
                     let of = ExtentUse { tensors: number, start: 0, gathered };

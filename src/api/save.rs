@@ -322,18 +322,13 @@ impl Writer {
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
         let used = self.encoded_entries_len(tagged) + encoded_lens(&trial.entries, tagged);
         if self.index_len == 0 {
-            self.reserve_index(self.index_len_for(used))?;
+            self.index_len = self.index_len_for(used);
+            self.end = end_of_index(self.base, self.index_len);
         } else if used + self.trailer_len() > self.index_len {
             // Twice what is needed, so that many small calls do not move the data many times.
             self.move_data(self.index_len_for(used.saturating_mul(2)), cancel)?;
         }
         place_tensors(placed, self.end, alignment, hashes, encrypted)
-    }
-
-    fn reserve_index(&mut self, index_len: u64) -> Result<()> {
-        self.index_len = index_len;
-        self.end = end_of_index(self.base, index_len);
-        Ok(())
     }
 
     /// Moves all data towards the end of the file, to make room for a longer index. The distance

@@ -42,9 +42,9 @@ pub struct Selection<'f> {
     /// Their entries in the index.
     pub entries: Vec<&'f Entry>,
     /// Their numbers in the file.
-    numbers: Vec<usize>,
+    pub numbers: Vec<usize>,
     /// The position of each in the caller's order.
-    order: Vec<usize>,
+    pub order: Vec<usize>,
 }
 
 impl<'f> Selection<'f> {
@@ -119,16 +119,6 @@ impl<'f> Selection<'f> {
             data_len: if entry.whole.is_some() { 0 } else { entry.data_len },
         });
         extents.collect()
-    }
-
-    /// Returns the position of each tensor in the caller's order.
-    pub fn order(&self) -> &[usize] {
-        &self.order
-    }
-
-    /// Returns their numbers in the file, in the order of the file.
-    pub fn numbers(&self) -> &[usize] {
-        &self.numbers
     }
 
     /// True if any of them is a slice.

@@ -77,22 +77,22 @@ impl ShardIndex {
         }
         with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = FileHead::read(Arc::clone(&source), base, cancel)?;
-            let is_index = shards::recognises(head.bytes());
+            let is_index = shards::recognises(&head.bytes);
             is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
         })
     }
 
     /// Reads an index whose first bytes were read already.
     pub fn read(head: FileHead, opening: &Opening<'_>) -> Result<Self> {
-        let uri = head.source().uri();
+        let uri = head.source.uri();
         let json = head.read_all(MAX_LEN, "an index of shards", opening.cancel)?;
-        if let Some(pin) = opening.pin_of(&**head.source())? {
-            compare_all(&pin, &json, head.source().facts())?;
+        if let Some(pin) = opening.pin_of(&*head.source)? {
+            compare_all(&pin, &json, head.source.facts())?;
         }
         let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let indexed_files = indexed_files(&index, uri)?;
-        let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
-        let (open_sibling, found) = siblings(&**head.source(), &index.files)?;
+        let cached_head = opening.cached_head(&*head.source, head.base, &json, &[]);
+        let (open_sibling, found) = siblings(&*head.source, &index.files)?;
         let seen = found.into_iter().enumerate();
         let seen = seen.filter_map(|(file, identity)| Some((file, identity?))).collect();
         let seen = ForkSafeMutex::new(seen);
@@ -108,7 +108,7 @@ impl ShardIndex {
 
     /// The address of the index.
     pub fn uri(&self) -> &str {
-        self.head.source().uri()
+        self.head.source.uri()
     }
 
     /// The number of the file that has a tensor, by the stored form of its name.
@@ -244,7 +244,7 @@ fn open_all(
     opening: &Opening<'_>,
 ) -> Result<Vec<CatalogPart>> {
     let files: Vec<_> = selection.files().collect();
-    let at_once = at_once(&**head.source()).min(files.len());
+    let at_once = at_once(&*head.source).min(files.len());
     workers::map(at_once, files.into_iter().enumerate(), opening.cancel, |file, control| {
         let (number, (file, name)) = file;
         let source = match &selection.index.open_sibling {

@@ -15,8 +15,8 @@ const SHORT: u64 = 16 << 10;
 pub struct RangeRules {
     /// Shorter ranges are read with the bytes between them, if these are no more than `gap`.
     long: u64,
-    /// Bytes between two ranges that are cheaper to read than to skip.
-    gap: u64,
+    /// The most bytes between two short ranges that are cheaper to read than to skip.
+    pub gap: u64,
 }
 
 impl RangeRules {
@@ -44,10 +44,5 @@ impl RangeRules {
     pub fn are_long(&self, ranges: &SliceRanges) -> bool {
         let between = ranges.gap().is_none_or(|gap| gap > self.gap);
         ranges.range_len() >= if between { SHORT } else { self.long }
-    }
-
-    /// Returns the most bytes between two short ranges that are read with them.
-    pub fn gap(&self) -> u64 {
-        self.gap
     }
 }

@@ -42,7 +42,7 @@ impl TensorFile {
             let whole = Some(Arc::new(WholeTensor { shape: entry.shape.clone(), slice }));
             Ok(Entry { shape, whole, ..entry.clone() })
         });
-        self.with_parts(collect_all(entries)?)
+        self.with_entries(collect_all(entries)?, true)
     }
 
     /// Returns the same file, each of whose tensors is its bytes in the file. Slices of them are
@@ -52,6 +52,6 @@ impl TensorFile {
         let dtype = bytes_dtype()?;
         let bytes =
             |entry: &Entry| Entry { dtype, shape: [entry.data_len].into(), ..entry.clone() };
-        self.with_parts(self.entries().iter().map(bytes).collect())
+        self.with_entries(self.entries().iter().map(bytes).collect(), true)
     }
 }

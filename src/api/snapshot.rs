@@ -2,11 +2,11 @@
 
 use crate::cancel::Cancel;
 use crate::engine::download::Downloader;
-use crate::engine::plan::pack;
+
 use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceBytes, StreamsByDevice};
-use crate::mem::{Arena, HostBuffer, SliceRemainder};
+use crate::mem::{ALIGNMENT, Arena, HostBuffer, SliceRemainder};
 use crate::stats::Counters;
 
 /// Bytes of a job: large enough to keep several staging buffers busy, and small compared with a
@@ -16,9 +16,16 @@ const JOB_LEN: usize = 64 << 20;
 /// Copies device memory to host memory, after the work that is queued on the consumers' streams.
 /// All copies have ended when it returns.
 pub fn snapshot(sources: &[DeviceBytes], cancel: &dyn Cancel) -> Result<Vec<HostBuffer>> {
-    let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
-    let (ranges, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
-    let mut arena = Arena::new(len)?;
+    // One after another, each aligned like torch's own allocations.
+    let mut end = 0usize;
+    let ranges = sources.iter().map(|bytes| {
+        let (start, len) = (end.checked_next_multiple_of(ALIGNMENT)?, bytes.memory.size());
+        end = start.checked_add(len)?;
+        Some((start, len))
+    });
+    let ranges = ranges.collect::<Option<Vec<_>>>();
+    let ranges = ranges.ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
+    let mut arena = Arena::new(end)?;
     let mut jobs = Vec::new();
     let mut rest = SliceRemainder::new(arena.bytes_mut());
     for (source, &(start, len)) in sources.iter().zip(&ranges) {

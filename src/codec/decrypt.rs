@@ -63,14 +63,6 @@ impl<'o> Decryptor<'o> {
         Decryptor { options, uri, entries, uncut, long_pieces, ciphers, header_arrived }
     }
 
-    fn entry(&self, tensor: TensorNumber) -> Result<&'o Entry> {
-        tensor.of(self.entries).copied()
-    }
-
-    fn slot(&self, tensor: TensorNumber) -> Result<&OnceLock<Option<(EncryptedPieces, Key)>>> {
-        tensor.of(&self.ciphers)
-    }
-
     /// Takes the header of a tensor.
     pub fn add_header(
         &self,
@@ -78,7 +70,7 @@ impl<'o> Decryptor<'o> {
         header: &TensorHeader<'_>,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        let entry = self.entry(tensor)?;
+        let entry = tensor.of(self.entries)?;
         let found = cipher(header, entry, self.options, self.uri, cancel)?;
         let longest = found.as_ref().map_or(0, |(pieces, _)| pieces.max_len());
         if longest > PIECE_LEN && !self.uncut {
@@ -89,7 +81,7 @@ impl<'o> Decryptor<'o> {
             );
             return Err(failed(entry, self.uri, what));
         }
-        self.slot(tensor)?.get_or_init(|| found);
+        tensor.of(&self.ciphers)?.get_or_init(|| found);
         let _guard = unpoisoned(self.header_arrived.0.lock());
         self.header_arrived.1.notify_all();
         Ok(())
@@ -101,7 +93,7 @@ impl<'o> Decryptor<'o> {
         tensor: TensorNumber,
         cancel: &dyn Cancel,
     ) -> Result<Option<&(EncryptedPieces, Key)>> {
-        let slot = self.slot(tensor)?;
+        let slot = tensor.of(&self.ciphers)?;
         let (lock, header_arrived) = &self.header_arrived;
         while slot.get().is_none() {
             cancel.check()?;
@@ -129,7 +121,7 @@ impl<'o> Decryptor<'o> {
             let now = rest.split_off_mut(..to_usize(piece_end - at)).filter(|_| at == piece_start);
             let now = now.ok_or_else(|| Error::Bug("part of a piece".to_owned()))?;
             if !pieces.decrypt(number, now, key) {
-                return Err(decryption_failed(self.entry(tensor)?, self.uri));
+                return Err(decryption_failed(tensor.of(self.entries)?, self.uri));
             }
             at = piece_end;
         }

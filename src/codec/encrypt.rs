@@ -14,7 +14,8 @@ pub struct Encryptor<'p> {
     options: &'p EncryptionOptions,
     nonce: [u8; NONCE_LEN],
     macs: Mutex<Vec<[u8; MAC_LEN]>>,
-    encoded_len: usize,
+    /// Bytes of the encryption block in the header.
+    pub encoded_len: usize,
 }
 
 impl<'p> Encryptor<'p> {
@@ -39,11 +40,6 @@ impl<'p> Encryptor<'p> {
                 .ok_or_else(|| Error::Bug(format!("no tag {number}")))? = mac;
         }
         Ok(encrypted)
-    }
-
-    /// Bytes of the encryption block in the header.
-    pub fn encoded_len(&self) -> usize {
-        self.encoded_len
     }
 
     /// Encodes the encryption block of the header, which is complete once all data were encrypted.

@@ -50,11 +50,10 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
     let mut queue = tensors.iter().enumerate();
     loop {
         for one in &mut pair {
-            if let Some((at, sha, rest)) = one.take_if(|(_, _, rest)| rest.is_empty()) {
-                debug_assert!(rest.is_empty());
-                if let Some(slot) = shas.get_mut(at) {
-                    *slot = Some(sha.finish());
-                }
+            if let Some((at, sha, _)) = one.take_if(|(_, _, rest)| rest.is_empty())
+                && let Some(slot) = shas.get_mut(at)
+            {
+                *slot = Some(sha.finish());
             }
             if one.is_none() {
                 *one = queue.next().map(|(at, (header, data))| {
@@ -76,12 +75,7 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Vec<Digests> {
             [None, None] => break,
         }
     }
-    let crc = |(header, data): &(&[u8], &[u8])| {
-        let mut crc = crc32fast::Hasher::new();
-        crc.update(header);
-        crc.update(data);
-        crc.finalize()
-    };
+    let crc = |(header, data): &(&[u8], &[u8])| digest(header, data, false).crc;
     let hashed = tensors.iter().zip(shas);
     hashed.map(|(one, sha)| Digests { crc: crc(one), sha: sha.unwrap_or([0; 32]) }).collect()
 }

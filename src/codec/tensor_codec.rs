@@ -72,16 +72,12 @@ impl<'s> TensorCodec<'s> {
         self.tensors.decryptor.is_some()
     }
 
-    fn entry(&self, tensor: TensorNumber) -> Result<&'s Entry> {
-        tensor.of(self.tensors.entries).copied()
-    }
-
     /// Parses and checks the header of a tensor. Returns the bytes of it that hashes cover, if
     /// hashes are verified.
     pub fn header(&self, tensor: TensorNumber, raw: &[u8], cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let CodecTensors { uri, verify, encrypted, decryptor, check, on_header, .. } =
             &self.tensors;
-        let entry = self.entry(tensor)?;
+        let entry = tensor.of(self.tensors.entries)?;
         check(entry, raw)?;
         let header =
             TensorHeader::parse(raw, entry, *encrypted).map_err(|error| error.in_file(uri))?;
@@ -110,7 +106,8 @@ impl<'s> TensorCodec<'s> {
     pub fn compare(&self, tensor: TensorNumber, digests: &Digests) -> Result<()> {
         let header = tensor.of(&self.compact_headers)?.get();
         let header = header.ok_or_else(|| Error::Bug(format!("no header of {tensor:?}")))?;
-        header.verify(digests, self.entry(tensor)?, self.tensors.uri, self.tensors.verify)
+        let CodecTensors { entries, uri, verify, .. } = &self.tensors;
+        header.verify(digests, tensor.of(entries)?, uri, *verify)
     }
 
     /// Returns the retained part of each header; that of a slice is empty.

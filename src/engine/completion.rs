@@ -34,7 +34,8 @@ pub trait TensorReceiver: Sync {
 
 /// Counts the parts of each tensor of a read that have arrived.
 pub struct CompletionTracker<'r> {
-    receiver: &'r dyn TensorReceiver,
+    /// The receiver of the tensors.
+    pub receiver: &'r dyn TensorReceiver,
     /// The use of each extent.
     uses: &'r [ExtentUse],
     /// Parts of each tensor: its bytes, its headers, its hashes if these are verified.
@@ -71,11 +72,6 @@ impl<'r> CompletionTracker<'r> {
             }
         }
         CompletionTracker { receiver, uses: &plan.uses, parts, partial: Mutex::default() }
-    }
-
-    /// Returns the receiver of the tensors.
-    pub fn receiver(&self) -> &dyn TensorReceiver {
-        self.receiver
     }
 
     /// Returns the tensors that an extent is for.

@@ -8,11 +8,12 @@ use super::completion::CompletionTracker;
 use super::destination::gather::{self, Gather};
 use super::destination::{self, Destination, Fit, ReadFacts};
 use super::file_handles::{FileHandles, HandleKind};
+use super::page_cache::DirectReads;
 use super::plan::{BatchLimits, Extent, WorkQueue};
 use super::read_jobs::{LARGE, ReadJob, plan_jobs};
 pub use super::read_request::ReadRequest;
 use super::read_task::ReadTask;
-use super::sources::{Sources, handle_kind};
+use super::sources::Sources;
 use super::worker_range;
 use super::workers::{self, Control, WorkerRange};
 use crate::cancel::Cancel;
@@ -81,8 +82,7 @@ pub fn read<D: Destination>(
         nodes: facts.nodes,
     };
     counters.since(Stage::Plan, started);
-    let reads = sources.direct_reads(range.max, counters);
-    carry_out(&task, range, handle_kind(reads.as_ref(), range.max), cancel, meanwhile)?;
+    carry_out(&task, range, sources.direct, cancel, meanwhile)?;
     Ok(to.into_inner())
 }
 
@@ -147,14 +147,20 @@ fn batches<D: Destination>(
     Ok(Batches { jobs, max_single_chunk, max_unhashed })
 }
 
-/// Runs the readers until all work is done.
+/// Runs the readers until all work is done. `direct`: they read with direct I/O.
 fn carry_out<D: Destination>(
     task: &ReadTask<'_, D>,
     range: WorkerRange,
-    handle_kind: HandleKind<'_>,
+    direct: bool,
     cancel: &dyn Cancel,
     meanwhile: &mut dyn FnMut() -> Result<bool>,
 ) -> Result<()> {
+    let reads = direct.then(|| DirectReads::new(range.max, task.counters));
+    let handle_kind = match &reads {
+        Some(reads) => HandleKind::Direct(reads),
+        None if range.max > 1 => HandleKind::Own,
+        None => HandleKind::Shared,
+    };
     let started = AtomicUsize::new(1);
     let work = |control: &Control<'_>, number: usize| {
         started.fetch_max(number + 1, Ordering::Relaxed);

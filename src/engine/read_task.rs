@@ -63,7 +63,7 @@ impl ArrivalObserver for Arrivals<'_> {
 }
 
 type Job<'r, D> = ReadJob<Gather<'r, D>>;
-type Ticket<'r, 't, D> = <Gather<'r, D> as Destination>::Ticket<'t>;
+type Ticket<'r, D> = <Gather<'r, D> as Destination>::Ticket;
 type BatchBytes<'r, D> = <Gather<'r, D> as Destination>::Bytes;
 
 /// A tensor that is hashed at once: its extent, the header bytes that its hash covers, and its
@@ -124,7 +124,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
                 Some(Next::Later) if self.hash_now()? => {}
                 Some(Next::Later) => {
                     if let Some(completion) = &self.completion {
-                        completion.receiver().wait(IDLE);
+                        completion.receiver.wait(IDLE);
                     }
                 }
                 None if self.hash(false, control)? => {}
@@ -146,9 +146,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         self.queue.next_if(|job| match outer_extents(job) {
             Some((first, last)) => {
                 let (first, last) = (completion.tensors(first)?, completion.tensors(last)?);
-                completion
-                    .receiver()
-                    .admits(first.start, TensorNumber(last.end.0.saturating_sub(1)))
+                completion.receiver.admits(first.start, TensorNumber(last.end.0.saturating_sub(1)))
             }
             None => Ok(true),
         })
@@ -189,10 +187,10 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         crowded
     }
 
-    fn run_job<'t>(
-        &'t self,
+    fn run_job(
+        &self,
         job: Job<'r, D>,
-        mut ticket: Option<Ticket<'r, 't, D>>,
+        mut ticket: Option<Ticket<'r, D>>,
         handles: &mut FileHandles<'_>,
         control: &Control<'_>,
     ) -> Result<()> {
@@ -215,11 +213,11 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         Ok(())
     }
 
-    fn read_batch<'t>(
-        &'t self,
+    fn read_batch(
+        &self,
         batch: Batch,
         planned: <Gather<'r, D> as Destination>::BatchPlan,
-        ticket: Ticket<'r, 't, D>,
+        ticket: Ticket<'r, D>,
         source: &dyn ReadAt,
         control: &Control<'_>,
     ) -> Result<()> {

@@ -1,14 +1,12 @@
 //! The sources of a load: their capabilities, and direct reads of files that are not in the page
 //! cache.
 
-use super::file_handles::HandleKind;
-use super::page_cache::{self, DirectReads, PageCacheResidency};
+use super::page_cache::{self, PageCacheResidency};
 use super::read_request::ReadRequest;
 use crate::codec::hash::Verify;
 use crate::error::Result;
 use crate::io::Capabilities;
 use crate::memory_limit::MemoryLimit;
-use crate::stats::Counters;
 
 /// Loads of fewer bytes are read through the page cache even if the file is not in it. The kernel's
 /// read-ahead covers them, and later reads of the file find it in the cache.
@@ -63,23 +61,5 @@ impl Sources {
     /// True if all are local files.
     pub fn are_local(&self) -> bool {
         self.residency.is_some()
-    }
-
-    /// Returns the state for direct reads by `readers` readers, if direct I/O is used.
-    pub fn direct_reads<'c>(
-        &self,
-        readers: usize,
-        counters: &'c Counters,
-    ) -> Option<DirectReads<'c>> {
-        self.direct.then(|| DirectReads::new(readers, counters))
-    }
-}
-
-/// Returns the kind of file handles that each of `readers` readers has.
-pub fn handle_kind<'r>(direct: Option<&'r DirectReads<'r>>, readers: usize) -> HandleKind<'r> {
-    match direct {
-        Some(reads) => HandleKind::Direct(reads),
-        None if readers > 1 => HandleKind::Own,
-        None => HandleKind::Shared,
     }
 }

@@ -48,40 +48,11 @@ impl<'a> Cursor<'a> {
         Ok(field)
     }
 
-    fn array<const N: usize>(&mut self, field: &str) -> Result<[u8; N], Malformed> {
+    /// A byte string of fixed size.
+    pub fn fixed<const N: usize>(&mut self, field: &str) -> Result<[u8; N], Malformed> {
         let mut out = [0; N];
         out.copy_from_slice(self.take(N, field)?);
         Ok(out)
-    }
-
-    /// One byte.
-    pub fn u8(&mut self, field: &str) -> Result<u8, Malformed> {
-        Ok(u8::from_le_bytes(self.array(field)?))
-    }
-
-    /// Two bytes.
-    pub fn u16(&mut self, field: &str) -> Result<u16, Malformed> {
-        Ok(u16::from_le_bytes(self.array(field)?))
-    }
-
-    /// Four bytes.
-    pub fn u32(&mut self, field: &str) -> Result<u32, Malformed> {
-        Ok(u32::from_le_bytes(self.array(field)?))
-    }
-
-    /// Four bytes, signed.
-    pub fn i32(&mut self, field: &str) -> Result<i32, Malformed> {
-        Ok(i32::from_le_bytes(self.array(field)?))
-    }
-
-    /// Eight bytes.
-    pub fn u64(&mut self, field: &str) -> Result<u64, Malformed> {
-        Ok(u64::from_le_bytes(self.array(field)?))
-    }
-
-    /// A byte string of fixed size.
-    pub fn fixed<const N: usize>(&mut self, field: &str) -> Result<[u8; N], Malformed> {
-        self.array(field)
     }
 
     /// Creates an error at the position of the next byte.
@@ -89,3 +60,18 @@ impl<'a> Cursor<'a> {
         Malformed::new(self.offset(), what)
     }
 }
+
+macro_rules! integers {
+    ($($integer:ident),+) => {
+        impl Cursor<'_> {
+            $(
+                #[doc = concat!("A little-endian `", stringify!($integer), "`.")]
+                pub fn $integer(&mut self, field: &str) -> Result<$integer, Malformed> {
+                    Ok($integer::from_le_bytes(self.fixed(field)?))
+                }
+            )+
+        }
+    };
+}
+
+integers!(u8, u16, u32, i32, u64);

@@ -107,6 +107,32 @@ pub struct WholeTensor {
 }
 
 impl Entry {
+    /// A whole tensor of a state dict, in a format without headers.
+    pub fn new(
+        name: Name,
+        dtype: DType,
+        shape: Box<[u64]>,
+        file: usize,
+        data_offset: u64,
+        data_len: u64,
+    ) -> Self {
+        let (kind, header_offset) = (TensorKind::StateDict, data_offset);
+        let (long, whole, strided) = (false, None, false);
+        Entry {
+            name,
+            kind,
+            dtype,
+            shape,
+            long,
+            file,
+            header_offset,
+            data_offset,
+            data_len,
+            whole,
+            strided,
+        }
+    }
+
     /// Bytes that the tensor takes in memory, or `None` beyond 2⁶⁴ − 1.
     pub fn memory_len(&self) -> Option<u64> {
         element_count(&self.shape)?.checked_mul(self.dtype.size())

@@ -31,14 +31,7 @@ impl DTypeRow {
     }
 
     const fn packed(self, name: &'static str, values: u8, rank: u8) -> DTypeRow {
-        let DTypeRow { name: own, code, size, plain, .. } = self;
-        DTypeRow {
-            name: own,
-            code,
-            size,
-            plain,
-            safetensors: Some(SafetensorsDType { name, values, rank }),
-        }
+        DTypeRow { safetensors: Some(SafetensorsDType { name, values, rank }), ..self }
     }
 }
 

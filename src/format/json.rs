@@ -16,6 +16,14 @@ impl<'de> Deserialize<'de> for Scalar {
 
 struct ScalarVisitor;
 
+macro_rules! scalars {
+    ($($visit:ident: $value:ty),+) => {
+        $(fn $visit<E>(self, value: $value) -> Result<Scalar, E> {
+            Ok(Scalar(Some(value.to_string())))
+        })+
+    };
+}
+
 impl<'de> Visitor<'de> for ScalarVisitor {
     type Value = Scalar;
 
@@ -23,25 +31,7 @@ impl<'de> Visitor<'de> for ScalarVisitor {
         f.write_str("a value")
     }
 
-    fn visit_bool<E>(self, value: bool) -> Result<Scalar, E> {
-        Ok(Scalar(Some(value.to_string())))
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Scalar, E> {
-        Ok(Scalar(Some(value.to_string())))
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Scalar, E> {
-        Ok(Scalar(Some(value.to_string())))
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Scalar, E> {
-        Ok(Scalar(Some(value.to_string())))
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Scalar, E> {
-        Ok(Scalar(Some(value.to_owned())))
-    }
+    scalars!(visit_bool: bool, visit_i64: i64, visit_u64: u64, visit_f64: f64, visit_str: &str);
 
     fn visit_unit<E>(self) -> Result<Scalar, E> {
         Ok(Scalar(None))

@@ -42,12 +42,7 @@ impl TensorKind {
 
     /// The kind that a byte of a file stands for.
     pub fn from_u8(value: u8) -> Option<Self> {
-        match value {
-            0 => Some(TensorKind::Parameter),
-            1 => Some(TensorKind::Buffer),
-            2 => Some(TensorKind::StateDict),
-            _ => None,
-        }
+        Self::ALL.get(usize::from(value)).copied()
     }
 }
 

@@ -297,12 +297,19 @@ impl<'b> CentralEntry<'b> {
         let extra_at = cursor.offset();
         let extra = cursor.take(lens[1].into(), "extra fields")?;
         cursor.take(lens[2].into(), "comment")?;
-        let mut large = Zip64Values { cursor: extra64(extra, extra_at)? };
+        let mut large = extra64(extra, extra_at)?;
         // The extra field has only those values that are set to their maximum here, in this order.
-        let len = large.or(len, "size")?;
-        let packed = large.or(packed, "size")?;
-        let header_at = large.or(header_at, "position")?;
-        let disk = if disk == u16::MAX { large.disk()? } else { disk.into() };
+        let mut or_large = |value: u32, what: &str| match &mut large {
+            Some(cursor) if value == u32::MAX => cursor.u64(what),
+            _ => Ok(value.into()),
+        };
+        let len = or_large(len, "size")?;
+        let packed = or_large(packed, "size")?;
+        let header_at = or_large(header_at, "position")?;
+        let disk = match &mut large {
+            Some(cursor) if disk == u16::MAX => cursor.u32("disk")?,
+            _ => disk.into(),
+        };
         Ok(CentralEntry { position, name, flags, method, packed, len, disk, header_at })
     }
 
@@ -343,25 +350,7 @@ impl<'b> CentralEntry<'b> {
     }
 }
 
-/// The values of the zip64 extra field.
-struct Zip64Values<'b> {
-    cursor: Option<Cursor<'b>>,
-}
-
-impl Zip64Values<'_> {
-    /// Returns a value, or the next one of the extra field if this one is set to its maximum.
-    fn or(&mut self, value: u32, what: &'static str) -> Result<u64, Malformed> {
-        match &mut self.cursor {
-            Some(cursor) if value == u32::MAX => cursor.u64(what),
-            _ => Ok(value.into()),
-        }
-    }
-
-    fn disk(&mut self) -> Result<u32, Malformed> {
-        self.cursor.as_mut().map_or(Ok(u32::MAX), |cursor| cursor.u32("disk"))
-    }
-}
-
+/// Finds the values of the zip64 extra field.
 fn extra64(extra: &[u8], at: u64) -> Result<Option<Cursor<'_>>, Malformed> {
     let mut cursor = Cursor::new(extra, at, "extra fields of a record");
     // A remainder that is too short for a field is padding.

@@ -70,7 +70,7 @@ impl TensorIterator {
         let block_lens = block_lens.filter(|_| on_device).collect();
         let shared = Arc::new(IteratorState {
             file: file.duplicate(),
-            numbers: selection.numbers().to_vec(),
+            numbers: selection.numbers.clone(),
             options: load,
             complete: options.complete,
             window: Window::new(lens, budget, options.order, on_device),

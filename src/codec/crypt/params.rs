@@ -62,20 +62,9 @@ pub struct DecryptionOptions {
     derived: ForkSafeMutex<Vec<(KeyDerivation, Key)>>,
     /// Held while a key is derived, so that each key is derived once.
     deriving: ProcessLock,
-    /// The derivations that each file has required, by its path or address.
-    derivation_costs: ForkSafeMutex<HashMap<String, DerivationCost>>,
-}
-
-/// The derivations that a file has required so far.
-
-#[derive(Clone, Copy)]
-struct DerivationCost {
-    keys: usize,
-    work: u128,
-}
-
-impl DerivationCost {
-    const NOTHING: Self = DerivationCost { keys: 0, work: 0 };
+    /// The number and the work of the derivations that each file has required so far, by its path or
+    /// address.
+    derivation_costs: ForkSafeMutex<HashMap<String, (usize, u128)>>,
 }
 
 impl DecryptionOptions {
@@ -162,8 +151,7 @@ impl DecryptionOptions {
             return Ok(key);
         }
         self.check_limits(derivation, uri)?;
-        let DerivationCost { keys, work } =
-            self.derivation_costs.lock().get(uri).copied().unwrap_or(DerivationCost::NOTHING);
+        let (keys, work) = self.derivation_costs.lock().get(uri).copied().unwrap_or((0, 0));
         let work = work + u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
         if keys >= MAX_KEYS {
             return Err(Error::Crypt(format!(
@@ -179,9 +167,7 @@ impl DecryptionOptions {
             )));
         }
         let key = derive(source, derivation, cancel)?;
-        self.derivation_costs
-            .lock()
-            .insert(uri.to_owned(), DerivationCost { keys: keys + 1, work });
+        self.derivation_costs.lock().insert(uri.to_owned(), (keys + 1, work));
         self.derived.lock().push((derivation.clone(), key.clone()));
         Ok(key)
     }

@@ -54,7 +54,7 @@ impl<'d> DeviceDestination<'d> {
     fn buffers(&self) -> u64 {
         let of_each = self.devices.iter().map(|device| {
             let most = device.pool.limit();
-            device.share.as_ref().map_or(most, |share| most.min(share.max_buffers()))
+            device.share.as_ref().map_or(most, |share| most.min(share.max_buffers))
         });
         of_each.min().unwrap_or(0) as u64
     }
@@ -110,14 +110,8 @@ impl<'d> DeviceDestination<'d> {
 
 impl<'d> Destination for DeviceDestination<'d> {
     type BatchPlan = ();
-    type Ticket<'t>
-        = QueueTicket<'d>
-    where
-        Self: 't;
-    type Lease<'t>
-        = StagedBatch<'d>
-    where
-        Self: 't;
+    type Ticket = QueueTicket<'d>;
+    type Lease = StagedBatch<'d>;
     type Bytes = StagedBytes<'d>;
 
     fn facts(&self) -> Facts {
@@ -169,8 +163,8 @@ impl<'d> Destination for DeviceDestination<'d> {
         Ok(device.pool.enqueue(device.share.as_ref()))
     }
 
-    fn acquire<'t>(
-        &'t self,
+    fn acquire(
+        &self,
         ticket: QueueTicket<'d>,
         batch: Batch,
         (): (),
@@ -188,8 +182,8 @@ impl<'d> Destination for DeviceDestination<'d> {
         Ok(StagedBatch { staging, streams, lease, overhead })
     }
 
-    fn commit<'t>(
-        &'t self,
+    fn commit(
+        &self,
         full: StagedBatch<'d>,
         keep: bool,
         _idle: Idle<'_>,

@@ -155,14 +155,8 @@ impl<D: Destination> Gather<'_, D> {
 
 impl<D: Destination> Destination for Gather<'_, D> {
     type BatchPlan = GatherPlan<D::BatchPlan>;
-    type Ticket<'t>
-        = Option<D::Ticket<'t>>
-    where
-        Self: 't;
-    type Lease<'t>
-        = GatherBatch<D::Lease<'t>, D::BatchPlan>
-    where
-        Self: 't;
+    type Ticket = Option<D::Ticket>;
+    type Lease = GatherBatch<D::Lease, D::BatchPlan>;
     type Bytes = GatheredBytes<D::Bytes>;
 
     fn facts(&self) -> Facts {
@@ -190,19 +184,19 @@ impl<D: Destination> Destination for Gather<'_, D> {
         Ok(GatherPlan::Copied(wanted, copies))
     }
 
-    fn enqueue(&self, batch: &Batch) -> Result<Option<D::Ticket<'_>>> {
+    fn enqueue(&self, batch: &Batch) -> Result<Self::Ticket> {
         // Scratch memory does not run out: its copies take a position once the batch was read.
         if self.is_gathered(batch) { Ok(None) } else { self.to.enqueue(batch).map(Some) }
     }
 
-    fn acquire<'t>(
-        &'t self,
-        ticket: Option<D::Ticket<'t>>,
+    fn acquire(
+        &self,
+        ticket: Self::Ticket,
         batch: Batch,
         planned: Self::BatchPlan,
         idle: Idle<'_>,
         cancel: &dyn Cancel,
-    ) -> Result<Self::Lease<'t>> {
+    ) -> Result<Self::Lease> {
         match (planned, ticket) {
             (GatherPlan::Straight(planned), Some(ticket)) => {
                 self.to.acquire(ticket, batch, planned, idle, cancel).map(GatherBatch::Straight)
@@ -215,9 +209,9 @@ impl<D: Destination> Destination for Gather<'_, D> {
         }
     }
 
-    fn commit<'t>(
-        &'t self,
-        lease: Self::Lease<'t>,
+    fn commit(
+        &self,
+        lease: Self::Lease,
         keep: bool,
         idle: Idle<'_>,
         cancel: &dyn Cancel,

@@ -79,30 +79,36 @@ pub struct FileImage<'a> {
     /// File position of its first byte that is not planned yet.
     pub position: u64,
     /// The memory from that position on.
-    pub memory: ImageMemory<'a>,
+    pub memory: RunMemory<'a>,
 }
 
-/// Memory of an image.
-pub enum ImageMemory<'a> {
+/// Memory of adjacent bytes.
+pub enum RunMemory<'a> {
     /// Memory to read into.
     Empty(&'a mut [MaybeUninit<u8>]),
-    /// A mapping of the file, which needs no read.
-    Mapped(&'a mut [u8]),
+    /// Memory that was read into, or a mapping of the file, which needs no read.
+    Full(&'a mut [u8]),
+    /// Memory of a tensor's own, which the lease has.
+    Own(usize),
+    /// Memory of the lease, for headers and unwanted bytes.
+    Overhead(usize),
 }
 
-impl<'a> ImageMemory<'a> {
+impl RunMemory<'_> {
     fn len(&self) -> usize {
         match self {
-            ImageMemory::Empty(bytes) => bytes.len(),
-            ImageMemory::Mapped(bytes) => bytes.len(),
+            RunMemory::Empty(bytes) => bytes.len(),
+            RunMemory::Full(bytes) => bytes.len(),
+            RunMemory::Own(len) | RunMemory::Overhead(len) => *len,
         }
     }
 
     /// Cuts off and returns the first `len` bytes; None if there are fewer.
     fn cut(&mut self, len: usize) -> Option<Self> {
         match self {
-            ImageMemory::Empty(bytes) => bytes.split_off_mut(..len).map(ImageMemory::Empty),
-            ImageMemory::Mapped(bytes) => bytes.split_off_mut(..len).map(ImageMemory::Mapped),
+            RunMemory::Empty(bytes) => bytes.split_off_mut(..len).map(RunMemory::Empty),
+            RunMemory::Full(bytes) => bytes.split_off_mut(..len).map(RunMemory::Full),
+            RunMemory::Own(_) | RunMemory::Overhead(_) => None,
         }
     }
 }
@@ -114,7 +120,7 @@ impl<'a> FileImage<'a> {
             .is_some_and(|end| end <= self.memory.len() as u64)
     }
 
-    fn cut(&mut self, position: u64, len: u64) -> Option<ImageMemory<'a>> {
+    fn cut(&mut self, position: u64, len: u64) -> Option<RunMemory<'a>> {
         self.memory.cut(to_usize(position.checked_sub(self.position)?))?;
         let span = self.memory.cut(to_usize(len))?;
         self.position = position + len;
@@ -165,35 +171,10 @@ pub struct SegmentRun<'a> {
     memory: RunMemory<'a>,
 }
 
-enum RunMemory<'a> {
-    Empty(&'a mut [MaybeUninit<u8>]),
-    Full(&'a mut [u8]),
-    /// Memory of a tensor's own, which the lease has.
-    Own(usize),
-    /// Memory of the lease, for headers and unwanted bytes.
-    Overhead(usize),
-}
-
-impl RunMemory<'_> {
-    fn len(&self) -> usize {
-        match self {
-            RunMemory::Empty(bytes) => bytes.len(),
-            RunMemory::Full(bytes) => bytes.len(),
-            RunMemory::Own(len) | RunMemory::Overhead(len) => *len,
-        }
-    }
-}
-
 impl<'a> Destination for HostDestination<'a> {
     type BatchPlan = Vec<SegmentRun<'a>>;
-    type Ticket<'t>
-        = ()
-    where
-        Self: 't;
-    type Lease<'t>
-        = HostBatch<'a>
-    where
-        Self: 't;
+    type Ticket = ();
+    type Lease = HostBatch<'a>;
     type Bytes = HostBytes<'a>;
 
     fn facts(&self) -> Facts {
@@ -226,10 +207,7 @@ impl<'a> Destination for HostDestination<'a> {
                     {
                         (count, len) = (count + 1, len + next.len);
                     }
-                    match image.cut(position, len).ok_or_else(bug)? {
-                        ImageMemory::Empty(bytes) => RunMemory::Empty(bytes),
-                        ImageMemory::Mapped(bytes) => RunMemory::Full(bytes),
-                    }
+                    image.cut(position, len).ok_or_else(bug)?
                 }
                 (None, SegmentKind::Data { .. }) => match &mut self.memory {
                     TensorMemory::Own(_) => RunMemory::Own(to_usize(len)),
@@ -251,8 +229,8 @@ impl<'a> Destination for HostDestination<'a> {
         Ok(())
     }
 
-    fn acquire<'t>(
-        &'t self,
+    fn acquire(
+        &self,
         _ticket: (),
         batch: Batch,
         runs: Vec<SegmentRun<'a>>,
@@ -276,8 +254,8 @@ impl<'a> Destination for HostDestination<'a> {
         Ok(HostBatch { segments: batch.segments, runs, pieces, overhead })
     }
 
-    fn commit<'t>(
-        &'t self,
+    fn commit(
+        &self,
         lease: HostBatch<'a>,
         keep: bool,
         _idle: Idle<'_>,

@@ -24,13 +24,9 @@ pub trait Destination: Sync {
     /// The plan of a batch.
     type BatchPlan: Send;
     /// A position in the queue for memory.
-    type Ticket<'t>
-    where
-        Self: 't;
+    type Ticket;
     /// Memory for one batch.
-    type Lease<'t>: BatchMemory
-    where
-        Self: 't;
+    type Lease: BatchMemory;
     /// Bytes that are valid as long as this value lives.
     type Bytes: AsRef<[u8]> + Send;
 
@@ -45,23 +41,23 @@ pub trait Destination: Sync {
     fn plan(&mut self, batch: &Batch) -> Result<Self::BatchPlan>;
 
     /// Takes a position in the queue for the memory of a batch.
-    fn enqueue(&self, batch: &Batch) -> Result<Self::Ticket<'_>>;
+    fn enqueue(&self, batch: &Batch) -> Result<Self::Ticket>;
 
     /// Waits for memory. Meanwhile it calls `idle`, which returns true if it found something to do.
-    fn acquire<'t>(
-        &'t self,
-        ticket: Self::Ticket<'t>,
+    fn acquire(
+        &self,
+        ticket: Self::Ticket,
         batch: Batch,
         planned: Self::BatchPlan,
         idle: Idle<'_>,
         cancel: &dyn Cancel,
-    ) -> Result<Self::Lease<'t>>;
+    ) -> Result<Self::Lease>;
 
     /// Takes back a lease whose memory is filled. With `keep`, returns the bytes of its chunks in
     /// order.
-    fn commit<'t>(
-        &'t self,
-        lease: Self::Lease<'t>,
+    fn commit(
+        &self,
+        lease: Self::Lease,
         keep: bool,
         idle: Idle<'_>,
         cancel: &dyn Cancel,

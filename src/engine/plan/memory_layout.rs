@@ -110,11 +110,6 @@ impl MemoryLayout {
         Some(layout)
     }
 
-    /// A layout of given blocks and locations.
-    pub fn from_blocks(blocks: Vec<BlockLayout>, locations: Vec<BlockLocation>) -> Self {
-        MemoryLayout { blocks, locations, ..MemoryLayout::default() }
-    }
-
     fn add_own_block(&mut self, len: u64) -> Option<usize> {
         let block = self.blocks.len();
         self.blocks.push(BlockLayout { len, image: None });
@@ -127,14 +122,10 @@ impl MemoryLayout {
             self.add_own_block(len)?;
             return Some(());
         }
-        let block = match self.large_block {
-            Some(block) => block,
-            None => {
-                let block = self.blocks.len();
-                self.blocks.push(BlockLayout { len: 0, image: None });
-                *self.large_block.insert(block)
-            }
-        };
+        let block = *self.large_block.get_or_insert(self.blocks.len());
+        if block == self.blocks.len() {
+            self.blocks.push(BlockLayout { len: 0, image: None });
+        }
         let end = &mut self.blocks.get_mut(block)?.len;
         let aligned = end.checked_next_multiple_of(ALIGNMENT as u64)?;
         let offset = like_file(aligned, extent.data_offset)?;

@@ -3,7 +3,7 @@
 
 mod by_device;
 mod memory_layout;
-mod pack;
+
 mod partition;
 mod queue;
 mod read_plan;
@@ -12,7 +12,7 @@ mod staging;
 
 pub use by_device::partition_by_device;
 pub use memory_layout::{BlockLayout, BlockLocation, LargeTensors, MemoryLayout, SMALL};
-pub use pack::{MemoryRange, pack};
+
 pub use partition::{
     Batch, BatchLimits, Extent, Place, Segment, SegmentKind, partition, partition_by_class,
 };

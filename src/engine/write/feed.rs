@@ -66,7 +66,7 @@ impl<'p> Feeder<'_, 'p> {
         if (*copy).as_ref().len() as u64 != item.entry.data_len {
             return Err(changed(item));
         }
-        for ranges in batches(self.task.items, tensor..tensor + 1, BATCH_LEN)? {
+        for ranges in batches(self.task.items, tensor..tensor + 1, BATCH_LEN) {
             self.task.hash_backlog(control)?;
             let chunks = ranges.iter().map(|&DataRange { start, len, .. }| {
                 let bytes = ChunkBytes::Shared(Arc::clone(&copy), range(item, start, len)?);

@@ -66,7 +66,7 @@ pub fn write_tensors(
     let interleaved = if sha { wanted.min(max_positions) } else { 1 };
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
-    let jobs = plan_jobs(items, interleaved, buffer_len()?, batch_len)?;
+    let jobs = plan_jobs(items, interleaved, buffer_len()?, batch_len);
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (threads, copying) =
@@ -81,7 +81,7 @@ pub fn write_tensors(
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         needs_digests: options.needs_digests,
         hashes: options.hashes,
-        hash_pool: hash_pool(items, options.hashes)?,
+        hash_pool: hash_pool(items, options.hashes),
         backlog: &backlog,
         sends,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
@@ -185,14 +185,11 @@ fn encryptors<'o>(
 
 /// Returns the hash pool of the tensors that are written in several chunks; without headers it has
 /// none.
-fn hash_pool<B: AsRef<[u8]>>(
-    items: &[WriteTensor<'_>],
-    hashes: Option<Hashes>,
-) -> Result<HashPool<B>> {
+fn hash_pool<B: AsRef<[u8]>>(items: &[WriteTensor<'_>], hashes: Option<Hashes>) -> HashPool<B> {
     let large = |item: &WriteTensor<'_>| {
         (hashes.is_some() && item.is_large()).then_some(item.entry.data_len)
     };
-    Ok(HashPool::new(items.iter().map(large), hashes == Some(Hashes::All)))
+    HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))
 }
 
 /// Returns the number of threads that have something to do. Each job needs one thread; with

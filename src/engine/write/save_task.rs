@@ -77,10 +77,10 @@ impl<'p> SaveTask<'p> {
             let item = self.item(chunk.tensor)?;
             if !plain && !item.is_large() {
                 let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
-                append(&mut writes, item.entry.header_offset, header)?;
+                append(&mut writes, item.entry.header_offset, header);
             }
             let bytes = encrypted.as_deref().unwrap_or(chunk.bytes.as_ref());
-            append(&mut writes, item.entry.data_offset + chunk.start, bytes)?;
+            append(&mut writes, item.entry.data_offset + chunk.start, bytes);
         }
         for write in &mut writes {
             self.write(write.offset, &mut write.buffers, control)?;
@@ -188,7 +188,7 @@ impl<'p> SaveTask<'p> {
 
     fn draft(&self, tensor: usize) -> Result<HeaderDraft> {
         let item = self.item(tensor)?;
-        let crypt_len = self.encryptor(tensor)?.map_or(0, Encryptor::encoded_len);
+        let crypt_len = self.encryptor(tensor)?.map_or(0, |encryptor| encryptor.encoded_len);
         let hashes =
             self.hashes.ok_or_else(|| Error::Bug("a header of a plain file".to_owned()))?;
         HeaderDraft::new(item.entry, item.module_index, hashes, crypt_len)
@@ -226,7 +226,7 @@ impl<'p> SaveTask<'p> {
     }
 }
 
-fn append<'a>(writes: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
+fn append<'a>(writes: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) {
     let end = offset + bytes.len() as u64;
     match writes.last_mut().filter(|write| write.end == offset) {
         Some(run) => {
@@ -235,5 +235,4 @@ fn append<'a>(writes: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> R
         }
         None => writes.push(WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }),
     }
-    Ok(())
 }

@@ -7,7 +7,7 @@ use super::tensor_data::TensorData;
 use super::write_tensor::WriteTensor;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, BatchLimits, Extent, SegmentKind, partition};
-use crate::error::Result;
+
 use crate::numbers::ExtentNumber;
 
 /// Bytes of one write: long enough for a disk to stream, and short enough to stay in the CPU cache.
@@ -53,11 +53,9 @@ pub fn plan_jobs(
     max_interleaved: usize,
     staging: usize,
     batch_len: u64,
-) -> Result<Vec<WriteJob>> {
+) -> Vec<WriteJob> {
     let mut jobs = Interleaver { max_interleaved, interleaved: Vec::new(), jobs: Vec::new() };
-    let in_memory = |tensors| {
-        Ok(batches(items, tensors, batch_len)?.into_iter().map(WriteJob::Memory).collect())
-    };
+    let in_memory = |tensors| batches(items, tensors, batch_len).into_iter().map(WriteJob::Memory);
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
         // Already in a group with tensors before it.
@@ -73,20 +71,20 @@ pub fn plan_jobs(
             TensorData::Bytes(_)
                 if max_interleaved > 1 && item.entry.data_len >= INTERLEAVE_LEN =>
             {
-                jobs.append(in_memory(first..tensor)?)?;
-                jobs.interleave(in_memory(tensor..tensor + 1)?)?;
+                jobs.jobs.extend(in_memory(first..tensor));
+                jobs.interleave(in_memory(tensor..tensor + 1).collect());
                 first = tensor + 1;
                 continue;
             }
             TensorData::Bytes(_) | TensorData::Meta => continue,
         };
-        jobs.append(in_memory(first..tensor)?)?;
+        jobs.jobs.extend(in_memory(first..tensor));
         first = if let WriteJob::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
         jobs.jobs.push(alone);
     }
-    jobs.append(in_memory(first..items.len())?)?;
-    jobs.flush()?;
-    Ok(jobs.jobs)
+    jobs.jobs.extend(in_memory(first..items.len()));
+    jobs.flush();
+    jobs.jobs
 }
 
 const LIMITS: BatchLimits = BatchLimits {
@@ -101,11 +99,7 @@ const LIMITS: BatchLimits = BatchLimits {
 };
 
 /// Cuts the data of tensors that are adjacent in the file into batches of at most `len` bytes.
-pub fn batches(
-    items: &[WriteTensor<'_>],
-    tensors: Range<usize>,
-    len: u64,
-) -> Result<Vec<Vec<DataRange>>> {
+pub fn batches(items: &[WriteTensor<'_>], tensors: Range<usize>, len: u64) -> Vec<Vec<DataRange>> {
     let first = tensors.start;
     let adjacent = items.get(tensors).unwrap_or(&[]).iter();
     let extents = adjacent.map(|item| Extent {
@@ -116,10 +110,10 @@ pub fn batches(
     });
     let extents = extents.collect::<Vec<_>>();
     let batches = partition(&extents, &BatchLimits { len, unit: len.min(PIECE_LEN), ..LIMITS });
-    batches.iter().map(|batch| data_ranges(batch, &extents, first)).collect::<Result<Vec<_>>>()
+    batches.iter().map(|batch| data_ranges(batch, &extents, first)).collect()
 }
 
-fn data_ranges(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRange>> {
+fn data_ranges(batch: &Batch, extents: &[Extent], first: usize) -> Vec<DataRange> {
     let empty = |extent: ExtentNumber| extent.of(extents).is_ok_and(|of| of.data_len == 0);
     let ranges = batch.segments.iter().filter_map(|segment| match segment.kind {
         SegmentKind::Data { extent, start } => {
@@ -130,7 +124,7 @@ fn data_ranges(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<Da
         }
         SegmentKind::Header { .. } | SegmentKind::Gap => None,
     });
-    Ok(ranges.collect())
+    ranges.collect()
 }
 
 /// Returns the end of the group of tensors, from `first` on, that are downloaded together into one
@@ -160,23 +154,17 @@ struct Interleaver {
 }
 
 impl Interleaver {
-    fn append(&mut self, jobs: Vec<WriteJob>) -> Result<()> {
-        self.jobs.reserve(jobs.len());
-        self.jobs.extend(jobs);
-        Ok(())
+    fn interleave(&mut self, tensor: VecDeque<WriteJob>) {
+        self.interleaved.push(tensor);
+        if self.interleaved.len() == self.max_interleaved {
+            self.flush();
+        }
     }
 
-    fn interleave(&mut self, tensor: Vec<WriteJob>) -> Result<()> {
-        self.interleaved.push(tensor.into());
-        if self.interleaved.len() == self.max_interleaved { self.flush() } else { Ok(()) }
-    }
-
-    fn flush(&mut self) -> Result<()> {
+    fn flush(&mut self) {
         while !self.interleaved.is_empty() {
-            self.jobs.reserve(self.interleaved.len());
             self.jobs.extend(self.interleaved.iter_mut().filter_map(VecDeque::pop_front));
             self.interleaved.retain(|tensor| !tensor.is_empty());
         }
-        Ok(())
     }
 }

@@ -10,7 +10,7 @@ use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 use super::{LENGTH_LEN, METADATA};
 use crate::error::{Malformed, Result, Shortened};
 use crate::fallible::try_with_capacity;
-use crate::format::TensorKind;
+
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::json::Scalar;
@@ -56,19 +56,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
         end = to;
         let data_offset = data_at.checked_add(from).filter(|at| i64::try_from(*at).is_ok());
         let data_offset = data_offset.ok_or_else(|| fail(format!("data at byte {from}")))?;
-        entries.push(Entry {
-            name,
-            kind: TensorKind::StateDict,
-            dtype,
-            shape,
-            long: false,
-            file,
-            header_offset: data_offset,
-            data_offset,
-            data_len: to - from,
-            whole: None,
-            strided: false,
-        });
+        entries.push(Entry::new(name, dtype, shape, file, data_offset, to - from));
     }
     let end = data_at.saturating_add(end);
     let metadata = raw.metadata.map(|pairs| pairs.into_iter().collect());

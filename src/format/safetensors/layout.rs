@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{MAX_HEADER_LEN, METADATA};
 use crate::error::{Error, Result};
-use crate::format::TensorKind;
+
 use crate::format::catalog::{Entry, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
@@ -106,19 +106,7 @@ impl SafetensorsLayout {
                 return Err(refused(format!("tensor `{name}` is given twice")));
             }
             order.push(number);
-            entries.push(Entry {
-                name,
-                kind: TensorKind::StateDict,
-                dtype,
-                shape: shape.into(),
-                long: false,
-                file: 0,
-                header_offset: start,
-                data_offset: start,
-                data_len: len,
-                whole: None,
-                strided: false,
-            });
+            entries.push(Entry::new(name, dtype, shape.into(), 0, start, len));
         }
         let head = ended(json)?;
         let data_at = base.saturating_add(head.len() as u64);

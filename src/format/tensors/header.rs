@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::crypt_info::CryptInfo;
 use super::index::{
-    dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
+    dimension, dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
 };
 use crate::error::{Error, Malformed, Result};
 use crate::format::TensorKind;
@@ -27,11 +27,7 @@ pub enum Algorithm {
 impl Algorithm {
     /// The algorithm of a code.
     fn of(code: u8) -> Option<Self> {
-        match code {
-            0 => Some(Algorithm::Crc32),
-            1 => Some(Algorithm::Sha256),
-            _ => None,
-        }
+        [Algorithm::Crc32, Algorithm::Sha256].get(usize::from(code)).copied()
     }
 
     /// Its name in messages.
@@ -206,12 +202,7 @@ fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed
         return Ok(false);
     }
     for &dim in entry.whole_shape() {
-        let found = if entry.long {
-            cursor.u64("dimensions")?
-        } else {
-            cursor.u32("dimensions").map(u64::from)?
-        };
-        if found != dim {
+        if dimension(cursor, entry.long)? != dim {
             return Ok(false);
         }
     }
@@ -285,15 +276,10 @@ pub struct HeaderDraft {
 
 /// Length of the header of a tensor, without padding.
 pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool, hashes: Hashes) -> usize {
-    8 + 2
-        + 1
-        + 2
-        + name.stored().len()
-        + dtype_and_shape_len(dtype, shape, long)
-        + 2
-        + 1
-        + hashes.encoded_len()
-        + 8
+    /// Bytes of the fields of fixed length.
+    const FIXED: usize = 8 + 2 + 1 + 2 + 2 + 1 + 8;
+    let dtype_and_shape = dtype_and_shape_len(dtype, shape, long);
+    FIXED + name.stored().len() + dtype_and_shape + hashes.encoded_len()
 }
 
 impl HeaderDraft {

@@ -101,13 +101,14 @@ pub(super) fn parse_dtype_and_shape(
     }
     let mut shape = Vec::with_capacity(dims);
     for _ in 0..dims {
-        shape.push(if long {
-            cursor.u64("dimensions")?
-        } else {
-            cursor.u32("dimensions").map(u64::from)?
-        });
+        shape.push(dimension(cursor, long)?);
     }
     Ok((dtype, shape.into()))
+}
+
+/// Parses one dimension of a shape.
+pub(super) fn dimension(cursor: &mut Cursor<'_>, long: bool) -> Result<u64, Malformed> {
+    if long { cursor.u64("dimensions") } else { cursor.u32("dimensions").map(u64::from) }
 }
 
 /// Parses a tensor kind.
@@ -230,19 +231,8 @@ fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Ma
     let header_offset = cursor.u64("header offset")?;
     let data_offset = cursor.u64("data offset")?;
     let data_len = cursor.u64("data length")?;
-    Ok(Entry {
-        name,
-        kind,
-        dtype,
-        shape,
-        long,
-        file: 0,
-        header_offset,
-        data_offset,
-        data_len,
-        whole: None,
-        strided: false,
-    })
+    let entry = Entry::new(name, dtype, shape, 0, data_offset, data_len);
+    Ok(Entry { kind, long, header_offset, ..entry })
 }
 
 fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> {
@@ -264,16 +254,11 @@ fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> 
             entry.shape, entry.dtype, entry.data_len
         ));
     }
-    if entry.path_needs_state_dict() && entry.kind != TensorKind::StateDict {
+    let is_nested = |path: Vec<Component>| !matches!(*path, [Component::Key(_)]);
+    if entry.kind != TensorKind::StateDict && entry.name.path().is_some_and(is_nested) {
         return fail(format!("structured names are for state dicts, found type {:?}", entry.kind));
     }
     Ok(entry)
-}
-
-impl Entry {
-    fn path_needs_state_dict(&self) -> bool {
-        self.name.path().is_some_and(|path| !matches!(*path, [Component::Key(_)]))
-    }
 }
 
 /// Maximum bytes of a header that the format can need: name, type, shape, hashes, padding of up to

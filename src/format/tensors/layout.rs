@@ -66,9 +66,8 @@ pub fn place_tensors(
             ))
         };
         let long = is_long(&shape);
-        let size = element_count(&shape)
-            .and_then(|n| n.checked_mul(dtype.size()))
-            .ok_or_else(too_large)?;
+        let size = element_count(&shape).and_then(|count| count.checked_mul(dtype.size()));
+        let size = size.ok_or_else(too_large)?;
         let data_len = if meta { 0 } else { size };
         let header_offset = layout.end;
         let header_len = encoded_len(&name, dtype, &shape, long, hashes) as u64
@@ -88,19 +87,8 @@ pub fn place_tensors(
         for (_, version) in needs.into_iter().filter(|(needed, _)| *needed) {
             layout.version = layout.version.max(version);
         }
-        layout.entries.push(Entry {
-            name,
-            kind,
-            dtype,
-            shape: shape.into(),
-            long,
-            file: 0,
-            header_offset,
-            data_offset,
-            data_len,
-            whole: None,
-            strided: false,
-        });
+        let entry = Entry::new(name, dtype, shape.into(), 0, data_offset, data_len);
+        layout.entries.push(Entry { kind, long, header_offset, ..entry });
     }
     Ok(layout)
 }

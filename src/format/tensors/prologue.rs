@@ -47,27 +47,19 @@ impl Prologue {
         let malformed = |e: Malformed| e.in_file(uri);
         let mut cursor = Cursor::new(bytes, base, "file prologue");
         if !bytes.starts_with(&MAGIC) {
-            let found = match looks_like(bytes) {
-                Some(what) => what.to_owned(),
-                None => {
-                    let start = bytes.split_at(MAGIC.len().min(bytes.len())).0;
-                    format!("found \"{}\"", start.escape_ascii())
-                }
-            };
+            let start = bytes.get(..MAGIC.len()).unwrap_or(bytes).escape_ascii();
+            let found =
+                looks_like(bytes).map_or_else(|| format!("found \"{start}\""), str::to_owned);
             let expected = MAGIC.escape_ascii();
-            return Err(cursor
-                .error(format!(
-                    "Not a tensorizer file: expected it to begin with \"{expected}\", {found}"
-                ))
-                .in_file(uri));
+            return Err(malformed(cursor.error(format!(
+                "Not a tensorizer file: expected it to begin with \"{expected}\", {found}"
+            ))));
         }
         if bytes.len() < PROLOGUE_LEN {
-            return Err(cursor
-                .error(format!(
-                    "File too small: expected at least {PROLOGUE_LEN} bytes, found {}",
-                    bytes.len()
-                ))
-                .in_file(uri));
+            let found = bytes.len();
+            return Err(malformed(cursor.error(format!(
+                "File too small: expected at least {PROLOGUE_LEN} bytes, found {found}"
+            ))));
         }
         cursor.take(MAGIC.len(), "magic").map_err(malformed)?;
         let version = cursor.u32("version").map_err(malformed)?;

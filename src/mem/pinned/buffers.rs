@@ -26,17 +26,7 @@ pub struct PoolBuffers {
 impl PoolBuffers {
     /// Creates an empty pool of at most `limit` buffers.
     pub fn new(len: usize, limit: usize) -> Self {
-        let state = PoolState {
-            limit: limit.max(1),
-            allocated: 0,
-            being_allocated: 0,
-            free: Vec::new(),
-            in_flight: VecDeque::new(),
-            waiting: VecDeque::new(),
-            last_ticket: 0,
-            pageable: false,
-            return_estimator: ReturnEstimator::default(),
-        };
+        let state = PoolState { limit: limit.max(1), ..PoolState::default() };
         PoolBuffers { len, state: Mutex::new(state) }
     }
 
@@ -58,6 +48,7 @@ impl PoolBuffers {
 }
 
 /// The state of a pool's buffers.
+#[derive(Default)]
 pub struct PoolState {
     /// Maximum number of buffers.
     pub limit: usize,

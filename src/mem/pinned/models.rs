@@ -69,7 +69,7 @@ fn calls_stay_within_their_shares_and_block_no_other_call() {
                         let buffers = up_to(2);
                         let mut lease = pool.enqueue(share).lease(buffers, device, &Never).unwrap();
                         let now = held.fetch_add(buffers, Ordering::Relaxed) + buffers;
-                        let most = share.map_or(3, |share| share.max_buffers());
+                        let most = share.map_or(3, |share| share.max_buffers);
                         assert!(now <= most.max(buffers), "{now} of {most}");
                         fill_and_check(&mut lease, mark);
                         // Before the drop of the lease, after which other threads may take the

@@ -7,7 +7,8 @@ use crate::sys::sync::atomic::{AtomicUsize, Ordering};
 /// The number of buffers that one call holds, including those in flight, and its limit.
 #[derive(Debug)]
 pub struct Share {
-    max_buffers: usize,
+    /// The maximum number of buffers at once.
+    pub max_buffers: usize,
     reserved: AtomicUsize,
 }
 
@@ -22,11 +23,6 @@ impl Share {
     /// the call holds none.
     pub fn new(max_buffers: usize) -> Arc<Self> {
         Arc::new(Share { max_buffers, reserved: AtomicUsize::new(0) })
-    }
-
-    /// Returns the maximum number of buffers at once.
-    pub fn max_buffers(&self) -> usize {
-        self.max_buffers
     }
 
     /// Returns the number of buffers that the call may still take.

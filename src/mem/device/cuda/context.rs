@@ -17,8 +17,10 @@ thread_local! {
 
 /// A device's context. Lives as long as the process.
 pub struct Context {
-    name: String,
-    driver: &'static Driver,
+    /// torch's name of the device.
+    pub name: String,
+    /// The driver.
+    pub driver: &'static Driver,
     raw: driver::Context,
     device: c_int,
     owner: OwnerProcess,
@@ -61,16 +63,6 @@ impl Context {
         let bytes: Vec<u8> = text.iter().map(|&byte| byte.cast_unsigned()).collect();
         let text = CStr::from_bytes_until_nul(&bytes).ok()?.to_str().ok()?;
         (code == driver::SUCCESS).then(|| text.to_owned())
-    }
-
-    /// Returns torch's name of the device.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Returns the driver.
-    pub fn driver(&self) -> &'static Driver {
-        self.driver
     }
 
     /// Returns an error in a process other than the one that opened the context: the driver does

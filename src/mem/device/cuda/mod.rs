@@ -50,7 +50,7 @@ impl CudaDevice {
 
 impl Device for CudaDevice {
     fn name(&self) -> &str {
-        self.context.name()
+        &self.context.name
     }
 
     fn numa_node(&self) -> Option<usize> {
@@ -63,7 +63,7 @@ impl Device for CudaDevice {
 
     unsafe fn pin(&self, memory: *mut u8, len: usize) -> bool {
         let Ok(_entered) = self.context.enter() else { return false };
-        let register = self.context.driver().register_memory;
+        let register = self.context.driver.register_memory;
         // SAFETY: the caller's promise that the memory stays mapped.
         let code = unsafe { register(memory.cast(), len, driver::FOR_ALL_DEVICES) };
         code == driver::SUCCESS
@@ -73,7 +73,7 @@ impl Device for CudaDevice {
         if let Ok(_entered) = self.context.enter() {
             // SAFETY: the caller's promise that it was pinned. A failure leaves it pinned until the
             // process ends, which costs memory only.
-            let _ = unsafe { (self.context.driver().unregister_memory)(memory.cast()) };
+            let _ = unsafe { (self.context.driver.unregister_memory)(memory.cast()) };
         }
     }
 

@@ -57,7 +57,7 @@ impl OwnStreams {
             return Ok(CudaEvent::new(self, raw));
         }
         let mut raw = ptr::null_mut();
-        let create = self.context.driver().create_event;
+        let create = self.context.driver.create_event;
         // SAFETY: the new event is written to the variable.
         let code = unsafe { create(&mut raw, driver::WITHOUT_TIMING) };
         self.context.check("creating an event", code)?;
@@ -68,7 +68,7 @@ impl OwnStreams {
     fn record_event(self: &Arc<Self>, stream: RawStream) -> Result<CudaEvent> {
         let event = self.event()?;
         // SAFETY: both are open and of this context.
-        let code = unsafe { (self.context.driver().record_event)(event.raw.0, stream.0) };
+        let code = unsafe { (self.context.driver.record_event)(event.raw.0, stream.0) };
         self.context.check("recording an event", code)?;
         Ok(event)
     }
@@ -92,7 +92,7 @@ impl OwnStreams {
         let mut idle = self.idle();
         // SAFETY: the stream is open, and of the device that was entered.
         let has_ended = |stream: &RawStream| unsafe {
-            (self.context.driver().query_stream)(stream.0) == driver::SUCCESS
+            (self.context.driver.query_stream)(stream.0) == driver::SUCCESS
         };
         let found = idle.iter().rposition(has_ended);
         found.or((idle.len() >= MAX_IDLE).then_some(0)).map(|at| idle.remove(at))
@@ -105,13 +105,13 @@ impl OwnStreams {
         let mut capture = driver::NOT_CAPTURING;
         // SAFETY: the consumer's stream is torch's and open, or null for the default one; the
         // status is written to the variable.
-        let code = unsafe { (context.driver().is_capturing)(consumer.0, &mut capture) };
+        let code = unsafe { (context.driver.is_capturing)(consumer.0, &mut capture) };
         context.check("asking for the current stream", code)?;
         if capture != driver::NOT_CAPTURING {
             return Err(Error::InvalidArgument(format!(
                 "{}: the current stream is capturing a CUDA graph, in which loading and saving are \
                  not possible: load or save before the capture",
-                context.name()
+                context.name
             )));
         }
         Ok(consumer)
@@ -134,7 +134,7 @@ impl OwnStreams {
                 let mut own = ptr::null_mut();
                 // SAFETY: the new stream is written to the variable.
                 let code =
-                    unsafe { (context.driver().create_stream)(&mut own, driver::NON_BLOCKING) };
+                    unsafe { (context.driver.create_stream)(&mut own, driver::NON_BLOCKING) };
                 context.check("creating a stream", code)?;
                 RawStream(own)
             }
@@ -179,7 +179,7 @@ impl Stream for CudaStream {
     unsafe fn upload_batch(&self, copies: &[HostToDeviceCopy]) -> Result<()> {
         let context = self.context();
         let _entered = context.enter()?;
-        let batch = context.driver().copy_batch.filter(|_| copies.len() > 1);
+        let batch = context.driver.copy_batch.filter(|_| copies.len() > 1);
         if let Some(batch) = batch.filter(|_| !NO_BATCHES.load(Ordering::Relaxed)) {
             let copies = copies.iter().filter(|copy| copy.len > 0);
             let mut to: Vec<_> = copies.clone().map(|copy| copy.to as driver::Address).collect();
@@ -200,7 +200,7 @@ impl Stream for CudaStream {
         copies.iter().try_for_each(|copy| {
             let (to, from) = (copy.to as driver::Address, copy.from.cast());
             // SAFETY: the caller's promise about both ranges.
-            let code = unsafe { (context.driver().copy_to_device)(to, from, copy.len, self.own.0) };
+            let code = unsafe { (context.driver.copy_to_device)(to, from, copy.len, self.own.0) };
             context.check("copying to the device", code)
         })
     }
@@ -210,7 +210,7 @@ impl Stream for CudaStream {
         let _entered = context.enter()?;
         let from = from as driver::Address;
         // SAFETY: the caller's promise about both ranges.
-        let code = unsafe { (context.driver().copy_to_host)(to.cast(), from, len, self.own.0) };
+        let code = unsafe { (context.driver.copy_to_host)(to.cast(), from, len, self.own.0) };
         context.check("copying from the device", code)
     }
 
@@ -228,7 +228,7 @@ impl Stream for CudaStream {
         let context = self.context();
         let _entered = context.enter()?;
         // SAFETY: the stream is open.
-        let code = unsafe { (context.driver().synchronize)(self.own.0) };
+        let code = unsafe { (context.driver.synchronize)(self.own.0) };
         context.check("waiting for copies", code)
     }
 }
@@ -249,7 +249,7 @@ impl CudaEvent {
     fn delay(&self, stream: RawStream) -> Result<()> {
         let context = &self.streams.context;
         // SAFETY: both are open. The wait stays as it is when the event is recorded again or destroyed.
-        let code = unsafe { (context.driver().wait_for_event)(stream.0, self.raw.0, 0) };
+        let code = unsafe { (context.driver.wait_for_event)(stream.0, self.raw.0, 0) };
         context.check("ordering streams", code)
     }
 }
@@ -262,7 +262,7 @@ impl Event for CudaEvent {
         let context = &self.streams.context;
         let _entered = context.enter()?;
         // SAFETY: the event is open.
-        match unsafe { (context.driver().query_event)(self.raw.0) } {
+        match unsafe { (context.driver.query_event)(self.raw.0) } {
             driver::NOT_READY => Ok(false),
             code => {
                 context.check("copying", code)?;
@@ -294,7 +294,7 @@ impl Drop for CudaEvent {
         let context = &self.streams.context;
         if let Ok(_entered) = context.enter() {
             // SAFETY: the event is open, and no other handle to it exists.
-            let _ = unsafe { (context.driver().destroy_event)(raw.0) };
+            let _ = unsafe { (context.driver.destroy_event)(raw.0) };
         }
     }
 }
