@@ -103,7 +103,6 @@ unsafe fn fill_on_devices<'t>(
         // `check` has found that it is contiguous.
         blocks.push(unsafe { DeviceMemory::new(tensor.address, len) });
     }
-
     let planned = DeviceLoad::into_blocks(file, &numbers, of)?;
     let blocks = DeviceBlocks::from_memory(blocks)?;
     let run = devices.run(&planned, &blocks, (options, counters, cancel), &mut || Ok(false));

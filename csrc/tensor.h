@@ -42,7 +42,6 @@ class TensorList {
   // Returns the same address, for writing.
   std::size_t writable(std::size_t at) const;
 
-
   // Fills a tensor with zeros, on its device's current stream.
   void fill_zero(std::size_t at) const;
 

@@ -63,7 +63,6 @@ mod ffi {
         fn current_stream(device: i16) -> Result<usize>;
         fn address(self: &TensorList, at: usize) -> Result<usize>;
         fn writable(self: &TensorList, at: usize) -> Result<usize>;
-
         fn fill_zero(self: &TensorList, at: usize) -> Result<()>;
         /// Tells autograd that the tensors were changed.
         fn changed(self: &TensorList) -> Result<()>;
