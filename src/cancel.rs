@@ -4,6 +4,7 @@
 //! caller's own thread it is the caller's check, for example for signals. On other threads it is a
 //! check of whether the call has ended.
 
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, TryLockError};
 use std::time::Duration;
@@ -54,17 +55,24 @@ pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
     cancel.check()
 }
 
+/// Repeats a system call that a signal interrupts, and checks for cancellation before each attempt:
+/// its error is carried by the one of the system, for [`Error::of_io`].
+pub fn retry_interrupted<T>(
+    cancel: &dyn Cancel,
+    mut call: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
+    loop {
+        cancel.check().map_err(io::Error::other)?;
+        match call() {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            done => return done,
+        }
+    }
+}
+
 /// A per-process lock for one-time work: one thread does it while others wait. A forked child has
 /// its own lock, because no thread there would release the parent's.
 pub type ProcessLock = PerProcess<std::sync::Mutex<()>>;
-
-/// Waits for the lock of one-time work.
-pub fn lock_process<'t>(
-    lock: &'t ProcessLock,
-    cancel: &dyn Cancel,
-) -> Result<std::sync::MutexGuard<'t, ()>> {
-    lock_mutex(lock.get(), cancel)
-}
 
 /// Waits for a mutex that other threads may hold for long.
 pub fn lock_mutex<'m, T>(
@@ -91,7 +99,7 @@ pub struct RetryableOnce {
 impl RetryableOnce {
     /// Does the work, unless it was done before.
     pub fn run(&self, cancel: &dyn Cancel, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        let _lock = lock_process(&self.lock, cancel)?;
+        let _lock = lock_mutex(self.lock.get(), cancel)?;
         if !self.done.load(Ordering::Relaxed) {
             work()?;
             self.done.store(true, Ordering::Relaxed);

@@ -46,7 +46,7 @@ pub fn run_guarded<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
 
 /// An environment variable that holds a number. It is read once, at its first use.
 pub struct NumberVariable {
-    parsed: ForkSafeMutex<Option<ParsedValue>>,
+    text: ForkSafeMutex<Option<String>>,
     /// Its name.
     pub name: &'static str,
     /// The value that holds if it is not set.
@@ -64,20 +64,11 @@ const TIME: RangeInclusive<u64> = 0..=31 * 24 * 60 * 60;
 /// The smallest time limit.
 const SHORTEST: Duration = Duration::from_millis(10);
 
-/// The parsed value of a variable.
-#[derive(Clone, Copy)]
-struct ParsedValue {
-    /// None if it is not a whole number.
-    integer: Option<u64>,
-    /// None if it is not a time in seconds.
-    seconds: Option<Duration>,
-}
-
 impl NumberVariable {
     /// Its value, or its default if it is not set; an error if that is not a whole number of its
     /// range.
     pub fn value(&self) -> Result<u64> {
-        let integer = self.parsed().integer.filter(|number| self.range.contains(number));
+        let integer = self.text().parse().ok().filter(|number| self.range.contains(number));
         integer.ok_or_else(|| {
             let (least, most) = (self.range.start(), self.range.end());
             self.invalid(&match (*least, *most) {
@@ -91,26 +82,21 @@ impl NumberVariable {
     /// Its value as a time in seconds, which may have a fraction.
     pub fn seconds(&self) -> Result<Duration> {
         let longest = Duration::from_secs(*self.range.end());
-        let seconds = self.parsed().seconds.filter(|time| (SHORTEST..=longest).contains(time));
-        seconds.ok_or_else(|| {
+        let seconds = self.text().parse().ok().and_then(|of| Duration::try_from_secs_f64(of).ok());
+        seconds.filter(|time| (SHORTEST..=longest).contains(time)).ok_or_else(|| {
             self.invalid(&format!("a number of seconds from 0.01 to {}", self.range.end()))
         })
     }
 
-    fn parsed(&self) -> ParsedValue {
-        let cached = *self.parsed.lock();
+    fn text(&self) -> String {
+        let cached = self.text.lock().clone();
         // Read without the lock: the thread that holds the guard may be waiting for it.
-        let read = || {
-            let text = read_guarded(|| std::env::var_os(self.name)).filter(|t| !t.is_empty());
-            let text =
-                text.map_or_else(|| Some(self.default.to_string()), |t| t.into_string().ok());
-            let text = text.as_deref().unwrap_or("").trim();
-            let integer = text.parse().ok();
-            let fraction = || Duration::try_from_secs_f64(text.parse().ok()?).ok();
-            ParsedValue { integer, seconds: integer.map(Duration::from_secs).or_else(fraction) }
+        let read = || match variable(self.name) {
+            Some(text) => text.to_string_lossy().trim().to_owned(),
+            None => self.default.to_string(),
         };
-        let parsed = cached.unwrap_or_else(read);
-        *self.parsed.lock().get_or_insert(parsed)
+        let text = cached.unwrap_or_else(read);
+        self.text.lock().get_or_insert(text).clone()
     }
 
     fn invalid(&self, what: &str) -> Error {
@@ -133,7 +119,13 @@ pub struct TextVariable {
 impl TextVariable {
     /// Its value; None if it is not set, or empty.
     pub fn value(&self) -> Option<OsString> {
-        read_guarded(|| std::env::var_os(self.name)).filter(|text| !text.is_empty())
+        variable(self.name)
+    }
+
+    /// Its value as a text.
+    #[cfg(feature = "s3")]
+    pub fn text(&self) -> Option<String> {
+        Some(self.value()?.to_string_lossy().into_owned())
     }
 
     /// This variable, or `other` if this one is not set.
@@ -159,6 +151,11 @@ impl TextVariable {
         let value = self.value().map(|value| value.to_ascii_uppercase());
         value.is_some_and(|value| ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes))
     }
+}
+
+/// The value of a variable; None if it is not set, or empty.
+pub fn variable(name: &str) -> Option<OsString> {
+    read_guarded(|| std::env::var_os(name)).filter(|text| !text.is_empty())
 }
 
 /// A path with the user's home folder in place of a leading `~`.
@@ -191,7 +188,7 @@ fn expand(text: &str, value: impl Fn(&str) -> Option<String>) -> String {
 
 /// The user's home folder.
 pub fn home() -> Option<PathBuf> {
-    read_guarded(|| std::env::var_os("HOME")).filter(|path| !path.is_empty()).map(PathBuf::from)
+    variable("HOME").map(PathBuf::from)
 }
 
 macro_rules! texts {
@@ -242,7 +239,7 @@ texts! {
 /// Makes all variables be read again at their next use, for tests.
 pub fn clear_cache() {
     for variable in VARIABLES {
-        *variable.parsed.lock() = None;
+        *variable.text.lock() = None;
     }
 }
 
@@ -252,7 +249,7 @@ macro_rules! variables {
             #[doc = $meaning]
             pub static $constant: NumberVariable =
                 NumberVariable {
-                    parsed: ForkSafeMutex::new(None),
+                    text: ForkSafeMutex::new(None),
                     name: $name,
                     default: $default,
                     range: $range,
@@ -391,28 +388,29 @@ mod tests {
 
     #[test]
     fn values_out_of_range_are_refused() {
-        let parsed = |variable: &'static NumberVariable, integer: Option<u64>, millis: u64| {
-            let value = ParsedValue { integer, seconds: Some(Duration::from_millis(millis)) };
-            NumberVariable {
-                parsed: ForkSafeMutex::new(Some(value)),
-                range: variable.range.clone(),
-                ..*variable
-            }
+        let with = |variable: &'static NumberVariable, text: &str| NumberVariable {
+            text: ForkSafeMutex::new(Some(text.to_owned())),
+            range: variable.range.clone(),
+            ..*variable
         };
         for (variable, least, most) in
             [(&STAGING_KB, 1024, 65536), (&STREAMS, 1, 16), (&DIRECT_IO, 0, 2), (&NUMA, 0, 1)]
         {
-            assert_eq!(parsed(variable, Some(least), 0).value().unwrap(), least);
-            assert_eq!(parsed(variable, Some(most), 0).value().unwrap(), most);
-            let error = parsed(variable, Some(most + 1), 0).value().unwrap_err().to_string();
+            assert_eq!(with(variable, &least.to_string()).value().unwrap(), least);
+            assert_eq!(with(variable, &most.to_string()).value().unwrap(), most);
+            let beyond = (most + 1).to_string();
+            let error = with(variable, &beyond).value().unwrap_err().to_string();
             let expected = format!("must be a whole number from {least} to {most}");
             assert!(error.contains(variable.name) && error.contains(&expected), "{error}");
         }
-        assert!(parsed(&ATTEMPTS, Some(0), 0).value().is_err());
-        assert!(parsed(&ATTEMPTS, None, 0).value().is_err());
-        assert!(parsed(&STALL_SECONDS, None, 10).seconds().is_ok());
-        for millis in [0, 9, 2_678_400_001] {
-            let error = parsed(&STALL_SECONDS, None, millis).seconds().unwrap_err().to_string();
+        assert!(with(&ATTEMPTS, "0").value().is_err());
+        assert!(with(&ATTEMPTS, "").value().is_err());
+        for (text, millis) in [("0.01", 10), ("2678400", 2_678_400_000), ("5e0", 5000)] {
+            let expected = Duration::from_millis(millis);
+            assert_eq!(with(&STALL_SECONDS, text).seconds().unwrap(), expected);
+        }
+        for text in ["0", "0.009", "2678400.001", "-1", "nan", "inf", "", "1 s"] {
+            let error = with(&STALL_SECONDS, text).seconds().unwrap_err().to_string();
             assert!(error.contains("a number of seconds from 0.01 to 2678400"), "{error}");
         }
     }

@@ -183,33 +183,39 @@ pub enum Error {
 
 impl Error {
     /// Adds the file that was being loaded or saved to an error of a device.
-    pub fn with_file(self, doing: &str, uri: &str) -> Self {
-        match self {
-            Error::Device { device, what } => {
-                Error::Device { device, what: format!("{doing} `{uri}`: {what}") }
-            }
-            Error::DeviceMemory { what } => {
-                Error::DeviceMemory { what: format!("{doing} `{uri}`: {what}") }
-            }
-            other => other,
+    pub fn with_file(mut self, doing: &str, uri: &str) -> Self {
+        if let Error::Device { what, .. } | Error::DeviceMemory { what } = &mut self {
+            *what = format!("{doing} `{uri}`: {what}");
         }
+        self
     }
 
     /// Adds the name of the server, unless the message has it already.
     #[cfg(feature = "http")]
     pub(crate) fn at_host(self, host: &str) -> Self {
-        match self {
-            Error::Io { action, uri, error } if !error.to_string().contains(host) => {
-                let what = format!("{error} (host {host})");
-                Error::Io { action, uri, error: io::Error::new(error.kind(), what) }
-            }
-            other => other,
+        match &self {
+            Error::Io { error, .. } if error.to_string().contains(host) => self,
+            _ => self.with_hint(&format!("host {host}")),
         }
+    }
+
+    /// Adds a hint in parentheses to an error of a file or a server.
+    #[cfg(feature = "http")]
+    pub(crate) fn with_hint(mut self, hint: &str) -> Self {
+        if let Error::Io { error, .. } = &mut self {
+            *error = io::Error::new(error.kind(), format!("{error} ({hint})"));
+        }
+        self
     }
 
     /// Creates the error of an operation that the system refused.
     pub fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
         Error::Io { action, uri: uri.to_owned(), error }
+    }
+
+    /// The same, or the error of this crate that is carried by the one of the system.
+    pub(crate) fn of_io(action: &'static str, uri: &str, error: io::Error) -> Self {
+        error.downcast().unwrap_or_else(|error| Error::io(action, uri, error))
     }
 
     /// Creates the error of an operation that cannot succeed, with the reason in words.

@@ -14,10 +14,7 @@ pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
 
 /// Creates a slice of `len` zeros.
 pub fn try_zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(len).map_err(|_| out_of_memory(len as u64, what()))?;
-    bytes.resize(len, 0);
-    Ok(bytes.into_boxed_slice())
+    Ok(try_repeat(0, len, &what())?.into_boxed_slice())
 }
 
 /// Creates an empty vector with a capacity of `count` items.
@@ -37,8 +34,7 @@ pub fn try_repeat<T: Clone>(value: T, count: usize, what: &str) -> Result<Vec<T>
 /// Reserves capacity for `more` items. The capacity at least doubles when it grows, so adding items
 /// one by one takes few allocations.
 pub fn try_reserve<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
-    let bytes = || bytes_of::<T>(out.len().saturating_add(more));
-    let bytes = bytes();
+    let bytes = bytes_of::<T>(out.len().saturating_add(more));
     out.try_reserve(more).map_err(|_| out_of_memory(bytes, what))
 }
 
@@ -53,7 +49,6 @@ pub fn collect_all<T>(items: impl Iterator<Item = Result<T>>) -> Result<Vec<T>> 
 }
 
 /// Resizes a vector to `len` bytes; new bytes are zero.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn try_resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
     try_reserve(out, len.saturating_sub(out.len()), what)?;
     out.resize(len, 0);

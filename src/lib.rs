@@ -135,6 +135,8 @@ pub use codec::hash::Verify;
 pub use engine::load_options::LoadOptions;
 pub use engine::write::{HostCopy, TensorData};
 pub use error::{Error, Result};
+#[doc(hidden)]
+pub use fallible::try_resize;
 pub use format::tensors::header::Hashes;
 pub use io::local::{FileSink, FileSource};
 pub use io::{Capabilities, Facts, MemorySource, ReadAt, StreamSource, WriteAt};

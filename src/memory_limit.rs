@@ -207,12 +207,8 @@ impl MemoryLimit {
         let LoadNeeds { readers, gather_bytes, staging, .. } = *needs;
         let (buffer, min_buffers, most) = staging.unwrap_or((0, 0, 0));
         let Some(bytes) = self.bytes else {
-            return Ok(LoadShares {
-                readers,
-                overhead: u64::MAX,
-                gather_bytes: u64::MAX,
-                staging: most,
-            });
+            let (overhead, gather_bytes) = (u64::MAX, u64::MAX);
+            return Ok(LoadShares { readers, overhead, gather_bytes, staging: most });
         };
         let (each, minimum) = (needs.per_reader(), needs.minimum());
         self.require(minimum, || {

@@ -32,17 +32,9 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// All stages, in the order of their numbers, with their names in a report.
-    pub const ALL: [(Stage, &'static str); 8] = [
-        (Stage::Plan, "plan"),
-        (Stage::Memory, "memory"),
-        (Stage::Read, "read"),
-        (Stage::Decrypt, "decrypt"),
-        (Stage::Hash, "hash"),
-        (Stage::Copy, "copy"),
-        (Stage::Write, "write"),
-        (Stage::FirstTouch, "first touch"),
-    ];
+    /// The names of all stages in a report, in the order of their numbers.
+    pub const NAMES: [&'static str; 8] =
+        ["plan", "memory", "read", "decrypt", "hash", "copy", "write", "first touch"];
 }
 
 /// True if loads touch new memory before they read into it, to time that separately.
@@ -73,7 +65,7 @@ const HEAD_LEN: u64 = 1 << 20;
 #[derive(Debug)]
 pub struct Counters {
     started: Instant,
-    nanos: [AtomicU64; Stage::ALL.len()],
+    nanos: [AtomicU64; Stage::NAMES.len()],
     bytes: AtomicU64,
     threads: AtomicUsize,
     most_threads: AtomicUsize,
@@ -92,7 +84,7 @@ impl Default for Counters {
     fn default() -> Self {
         Counters {
             started: Instant::now(),
-            nanos: std::array::from_fn(|_| AtomicU64::new(0)),
+            nanos: Default::default(),
             bytes: AtomicU64::new(0),
             threads: AtomicUsize::new(0),
             most_threads: AtomicUsize::new(0),
@@ -218,9 +210,7 @@ impl Counters {
             threads: self.threads.load(Ordering::Relaxed),
             most_threads: self.most_threads.load(Ordering::Relaxed),
             elapsed: self.started.elapsed(),
-            stages: std::array::from_fn(|at| {
-                Duration::from_nanos(self.nanos.get(at).map_or(0, load))
-            }),
+            stages: self.nanos.each_ref().map(load).map(Duration::from_nanos),
             reading,
             in_flight: load(&self.in_flight),
             most_in_flight: load(&self.most_in_flight),
@@ -257,8 +247,8 @@ pub struct Report {
     pub most_threads: usize,
     /// Time from the call to its return.
     pub elapsed: Duration,
-    /// Time in each stage, summed over the threads, in the order of [`Stage::ALL`].
-    pub stages: [Duration; Stage::ALL.len()],
+    /// Time in each stage, summed over the threads, in the order of [`Stage::NAMES`].
+    pub stages: [Duration; Stage::NAMES.len()],
     /// The read method of the source, if it has several; else empty.
     pub reading: &'static str,
     /// Bytes of direct reads that were under way, on average.

@@ -2,7 +2,6 @@
 #![cfg_attr(not(any(feature = "http", feature = "redis")), allow(dead_code))]
 
 use std::cell::RefCell;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -43,7 +42,8 @@ pub struct TrafficCount {
 }
 
 /// A request that has failed and is repeated.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("`{uri}`: {error}; repeated at byte {byte}, try {attempt} of {limit}")]
 pub struct RepeatedRequest {
     /// The address, without its secrets.
     pub uri: String,
@@ -55,13 +55,6 @@ pub struct RepeatedRequest {
     pub limit: String,
     /// The next byte wanted.
     pub byte: u64,
-}
-
-impl fmt::Display for RepeatedRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let RepeatedRequest { uri, error, attempt, limit, byte } = self;
-        write!(f, "`{uri}`: {error}; repeated at byte {byte}, try {attempt} of {limit}")
-    }
 }
 
 static REPORTS: ForkSafeMutex<Vec<RepeatedRequest>> = ForkSafeMutex::new(Vec::new());

@@ -22,12 +22,8 @@ fn rows(
     let found = gil::without(py, || {
         let cache = folder.map(Cache::at).transpose()?;
         let cache = cache.map_or_else(Cache::from_environment, |cache| Ok(Some(cache)))?;
-        let missing = || {
-            Error::InvalidArgument(
-                "no cache folder was given: set TENSORIZER_CACHE, or pass --folder".to_owned(),
-            )
-        };
-        found(&cache.ok_or_else(missing)?)
+        let what = "no cache folder was given: set TENSORIZER_CACHE, or pass --folder";
+        found(&cache.ok_or_else(|| Error::InvalidArgument(what.to_owned()))?)
     })?;
     let row = |cached: CachedFile| {
         let used = cached.used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());

@@ -119,10 +119,8 @@ impl Decryption {
             (Some(key), None) => Secret::Key(self::key(key)?),
             (None, Some(source)) => Secret::Passphrase(source.to_vec().into()),
             _ => {
-                return Err(Error::InvalidArgument(
-                    "expected either a key or a passphrase".to_owned(),
-                )
-                .into());
+                let what = "expected either a key or a passphrase".to_owned();
+                return Err(Error::InvalidArgument(what).into());
             }
         };
         let mut options = DecryptionOptions::new(secret);

@@ -77,6 +77,7 @@ fn package_error(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr
 /// Makes an `OSError` with errno and path, for which Python picks the subclass; or returns the
 /// exception that a Python file object raised.
 fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, HostUnreachable};
     if let Some(raised) = error.get_mut().and_then(|inner| inner.downcast_mut::<PyErr>()) {
         return Python::attach(|py| raised.clone_ref(py));
     }
@@ -93,13 +94,9 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
         (None, io::ErrorKind::NotFound) => builtin::PyFileNotFoundError::new_err(text),
         (None, io::ErrorKind::PermissionDenied) => builtin::PyPermissionError::new_err(text),
         (None, io::ErrorKind::TimedOut) => builtin::PyTimeoutError::new_err(text),
-        (
-            None,
-            io::ErrorKind::ConnectionRefused
-            | io::ErrorKind::ConnectionReset
-            | io::ErrorKind::ConnectionAborted
-            | io::ErrorKind::HostUnreachable,
-        ) => builtin::PyConnectionError::new_err(text),
+        (None, ConnectionRefused | ConnectionReset | ConnectionAborted | HostUnreachable) => {
+            builtin::PyConnectionError::new_err(text)
+        }
         (None, _) => builtin::PyOSError::new_err(text),
     }
 }

@@ -43,15 +43,13 @@ impl TensorIterator {
     }
 
     fn take_next(&self) -> Result<Option<(Handle, Vec<usize>)>> {
-        let closed = || Error::Closed("the iterator is closed".to_owned());
+        let closed = |what: &str| Error::Closed(what.to_owned());
         if self.holder.is_this_thread() {
-            return Err(Error::Closed(
-                "the iterator is used by one of its own callbacks".to_owned(),
-            ));
+            return Err(closed("the iterator is used by one of its own callbacks"));
         }
         let mut held = unpoisoned(self.tensors.lock());
         let _mark = self.holder.mark();
-        let tensors = held.as_mut().ok_or_else(closed)?;
+        let tensors = held.as_mut().ok_or_else(|| closed("the iterator is closed"))?;
         let cancel = || {
             let bytes = (self.closer.moved(), self.closer.arrived());
             self.loads.report_and_check(&self.uri, self.closed, bytes)
@@ -69,9 +67,7 @@ impl TensorIterator {
 impl Drop for TensorIterator {
     /// Releases the GIL while it waits for the load, which may read from a Python object.
     fn drop(&mut self) {
-        let tensors = unpoisoned(self.tensors.get_mut()).take();
-        let Some(tensors) = tensors else { return };
-        let mut tensors = Some(tensors);
+        let mut tensors = unpoisoned(self.tensors.get_mut()).take();
         let dropped = Python::try_attach(|py| py.detach(|| drop(tensors.take())));
         if dropped.is_none() {
             // The interpreter is ending; the load ends with the process.

@@ -46,9 +46,10 @@ fn unknown_variables() -> Option<String> {
     environment::unknown_variables()
 }
 
-macro_rules! add_functions {
-    ($module:ident, $($function:path;)+) => {
+macro_rules! add_all {
+    ($module:ident, functions [$($function:path;)+] classes [$($class:path;)+]) => {
         $($module.add_function(wrap_pyfunction!($function, $module)?)?;)+
+        $($module.add_class::<$class>()?;)+
     };
 }
 
@@ -69,7 +70,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("cpu_count", tensorizer::cpu_count())?;
     module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
-    add_functions!(module,
+    add_all!(module, functions [
         calls::check_wait; calls::running; calls::set_heartbeat; calls::time_left; text::convert_bytes;
         forget_environment; unknown_variables; slicing::as_bytes; slicing::plan_parts;
         slicing::with_earlier; slicing::announce; namespaces::dicts_with_value;
@@ -79,18 +80,10 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
         reports::stats_since; device::set_pinned_limit; device::release_pinned;
         memory::split_tensor_memory; memory::effective_memory_limit; memory::minimum_save_memory;
         memory::time_first_touch;
-    );
-    module.add_class::<calls::Call>()?;
-    module.add_class::<handle::Handle>()?;
-    module.add_class::<iterator::TensorIterator>()?;
-    module.add_class::<reader::Reader>()?;
-    module.add_class::<shards::ShardIndex>()?;
-    module.add_class::<slicing::Announcement>()?;
-    module.add_class::<crypt::Encryption>()?;
-    module.add_class::<crypt::Decryption>()?;
-    module.add_class::<sink::PathSink>()?;
-    module.add_class::<sink::Sink>()?;
-    module.add_class::<source::Source>()?;
-    module.add_class::<writer::TensorWriter>()?;
+    ] classes [
+        calls::Call; crypt::Encryption; crypt::Decryption; handle::Handle;
+        iterator::TensorIterator; reader::Reader; shards::ShardIndex; slicing::Announcement;
+        sink::PathSink; sink::Sink; source::Source; writer::TensorWriter;
+    ]);
     Ok(())
 }

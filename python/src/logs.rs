@@ -80,11 +80,8 @@ fn line(report: &Report) -> String {
         "{what} {tensors} tensors, {bytes} bytes in {seconds:.3} s ({rate:.2} GB/s) {direction} {device}, \
          {threads} threads: {uri}"
     );
-    if !reading.is_empty() {
-        line += &format!("; {reading}");
-    }
-    for fallback in fallbacks {
-        line += &format!("; {fallback}");
-    }
+    let reading = Some(*reading).filter(|reading| !reading.is_empty());
+    let notes = reading.into_iter().chain(fallbacks.iter().map(String::as_str));
+    notes.for_each(|note| line += &format!("; {note}"));
     line
 }

@@ -18,7 +18,7 @@ use tensorizer::io::{Facts, MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options,
 
 use crate::cached_heads::{HeadFromPython, from_python};
 use crate::calls::{SAVING, enter_part, signals, signals_in_save};
-use crate::errors::{Outcome, Raised};
+use crate::errors::Outcome;
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::sink::Sink;
@@ -42,12 +42,6 @@ impl<'py> CallOptions<'py> {
         found.map(extract).transpose()
     }
 
-    fn trust(&self) -> PyResult<Option<Trust>> {
-        let path = self.get::<PathBuf>("certificates")?.map(Trust::from_argument);
-        let any = self.get::<bool>("trust_all")?.unwrap_or(false);
-        Ok(if any { Some(Trust::Anything) } else { path })
-    }
-
     fn s3(&self) -> PyResult<S3Options> {
         Ok(S3Options {
             access_key: self.get("access_key")?,
@@ -67,12 +61,15 @@ impl<'py> CallOptions<'py> {
 
     /// Returns the options of the environment, overridden by those of the call.
     fn resolved(&self) -> Outcome<OpenOptions> {
-        let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
+        let mut found = OpenOptions::from_environment()?;
         found.s3 = self.s3()?;
         found.cached_heads =
             from_python(self.get::<Vec<HeadFromPython>>("heads")?.into_iter().flatten());
-        if let Some(trust) = self.trust()? {
-            found.transport.trust = trust;
+        if let Some(path) = self.get("certificates")? {
+            found.transport.trust = Trust::from_argument(path);
+        }
+        if self.get("trust_all")?.unwrap_or(false) {
+            found.transport.trust = Trust::Anything;
         }
         if let Some(headers) = self.get("headers")? {
             found.transport.headers = headers;
@@ -81,8 +78,8 @@ impl<'py> CallOptions<'py> {
             found.transport.traffic.set_limit(limit);
         }
         if let Some(folder) = self.get::<PathBuf>("cache")? {
-            uri::check_target(&folder).map_err(Raised::from)?;
-            found.cache = Some(Cache::at(folder).map_err(Raised::from)?);
+            uri::check_target(&folder)?;
+            found.cache = Some(Cache::at(folder)?);
         }
         if let Some(cache) = &mut found.cache {
             cache.stale_if_error = self.get("stale_if_error")?.unwrap_or(false);
@@ -110,12 +107,8 @@ fn open_address(
 ) -> Outcome<Source> {
     let (timeout, options) = (options.get("timeout")?, options.resolved()?);
     let part = enter_part("opening", &show(address), timeout, &options.transport.traffic);
-    let opened = gil::without(py, || {
-        if model {
-            return uri::open_model(address, &options, &signals);
-        }
-        uri::open(address, &options, &signals)
-    });
+    let open = if model { uri::open_model } else { uri::open };
+    let opened = gil::without(py, || open(address, &options, &signals));
     let opened = opened.inspect_err(|error| part.failed(error))?;
     if options.cache.is_some() && opened.facts().head().is_some() && !Cache::accepts(&*opened) {
         warn_of_no_tag(py, opened.uri())?;
@@ -139,17 +132,12 @@ pub fn open(
     if file.is_instance_of::<PyString>() {
         let name: OsString = file.extract()?;
         let model = options.get("model")?.unwrap_or(false);
-        let path = match options.get::<bool>("path")? {
-            Some(true) => Some(name.clone().into()),
-            _ => match uri::parse(&name).map_err(Raised::from)? {
-                Address::Path(path) => Some(path),
-                Address::Server(_) => None,
-            },
+        let is_path = options.get("path")?.unwrap_or(false);
+        let path = if is_path { Some(name.clone()) } else { local_path(name.clone())? };
+        return match path.map(PathBuf::from) {
+            Some(path) => Ok(Source::new(gil::without(py, || uri::open_path(&path))?, 0)),
+            None => open_address(py, &name.to_string_lossy(), model, &options),
         };
-        if let Some(path) = path {
-            return Ok(Source::new(gil::without(py, || uri::open_path(&path))?, 0));
-        }
-        return open_address(py, &name.to_string_lossy(), model, &options);
     }
     if file.is_instance_of::<PyInt>() && !file.is_instance_of::<PyBool>() {
         let (descriptor, uri): (c_int, _) = (file.extract()?, uri());
@@ -213,7 +201,7 @@ pub fn create(
 /// Returns the path that a string names, or None for the address of a server.
 #[pyfunction]
 pub fn local_path(uri: OsString) -> Outcome<Option<OsString>> {
-    Ok(match uri::parse(&uri).map_err(Raised::from)? {
+    Ok(match uri::parse(&uri)? {
         Address::Path(path) => Some(path.into_os_string()),
         Address::Server(_) => None,
     })
@@ -244,7 +232,7 @@ pub fn model_files() -> (Vec<&'static str>, Vec<&'static str>) {
 /// path.
 #[pyfunction]
 pub fn scheme(uri: OsString) -> Outcome<Option<(&'static str, bool)>> {
-    Ok(match uri::parse(&uri).map_err(Raised::from)? {
+    Ok(match uri::parse(&uri)? {
         Address::Path(_) => None,
         Address::Server(scheme) => Some((scheme.name, scheme.is_writable())),
     })

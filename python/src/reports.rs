@@ -38,9 +38,8 @@ pub(crate) use set_fields;
 
 /// Makes a dict of a report.
 pub fn report_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
-    let stages = Stage::ALL.iter().zip(report.stages);
-    let stages: HashMap<&str, f64> =
-        stages.map(|((_, name), time)| (*name, time.as_secs_f64())).collect();
+    let stages = Stage::NAMES.into_iter().zip(report.stages.map(|time| time.as_secs_f64()));
+    let stages: HashMap<&str, f64> = stages.collect();
     let pinned: usize = Pool::all().into_iter().map(Pool::size).sum();
     let out = PyDict::new(py);
     set_fields!(out, report, call what uri device tensors bytes threads most_threads reading in_flight

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use tensorizer::error::{Error, Result};
+use tensorizer::error::Result;
 use tensorizer::traffic::Traffic;
 use tensorizer::{ForkSafeMutex, Opening, ShardIndex as Index, TensorFile};
 
@@ -12,12 +12,14 @@ use crate::errors::Outcome;
 use crate::gil;
 use crate::names::plain_name;
 use crate::reader::Reader;
-use crate::source::Source;
+use crate::source::{Source, unless_closed};
 
 /// An index that was read. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct ShardIndex {
     index: ForkSafeMutex<Option<Arc<Index>>>,
+    /// The address, without its secrets.
+    #[pyo3(get)]
     uri: String,
     /// The time limit of each opening, in seconds.
     timeout: Option<f64>,
@@ -28,14 +30,9 @@ pub struct ShardIndex {
 impl ShardIndex {
     /// Returns the index, unless it was closed.
     fn shared(&self) -> Result<Arc<Index>> {
-        let index = self.index.lock();
-        index
-            .clone()
-            .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+        unless_closed(&self.index, &self.uri)
     }
-}
 
-impl ShardIndex {
     fn opened(
         &self,
         py: Python<'_>,
@@ -86,11 +83,5 @@ impl ShardIndex {
     fn close(&self) {
         let index = self.index.lock().take();
         drop(index);
-    }
-
-    /// The address, without its secrets.
-    #[getter]
-    fn uri(&self) -> &str {
-        &self.uri
     }
 }

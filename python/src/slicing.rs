@@ -1,7 +1,5 @@
 //! Plans for many tensors of a file, each made in one call.
 
-use std::ops::Range;
-
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyTuple};
 use tensorizer::format::catalog::Entry;
@@ -10,34 +8,15 @@ use tensorizer::io::WantedRead;
 use crate::errors::Outcome;
 use crate::reader::Reader;
 
-/// One dimension of an index.
-enum IndexStep {
-    /// A range of indices, and the step between those that are selected.
-    Range(Range<u64>, u64),
-    /// One index, whose dimension is dropped.
-    Index(u64),
-}
+/// One dimension of an index: a range of indices, and the step between those that are selected;
+/// None for one index, whose dimension is dropped.
+type IndexStep = ((u64, u64), Option<u64>);
 
-impl IndexStep {
-    fn ends(&self) -> (u64, u64) {
-        match self {
-            IndexStep::Range(range, _) => (range.start, range.end),
-            IndexStep::Index(index) => (*index, index + 1),
-        }
-    }
-
-    /// Returns the index to apply to the loaded part of the dimension.
-    fn remaining_index<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        match self {
-            IndexStep::Range(_, stride) => {
-                py.get_type::<PySlice>().call1((py.None(), py.None(), *stride))
-            }
-            IndexStep::Index(_) => Ok(PyInt::new(py, 0).into_any()),
-        }
-    }
-
-    fn is_plain(&self) -> bool {
-        matches!(self, IndexStep::Range(_, 1))
+/// Returns the index to apply to the loaded part of a dimension.
+fn remaining_index(py: Python<'_>, stride: Option<u64>) -> PyResult<Bound<'_, PyAny>> {
+    match stride {
+        Some(stride) => py.get_type::<PySlice>().call1((py.None(), py.None(), stride)),
+        None => Ok(PyInt::new(py, 0).into_any()),
     }
 }
 
@@ -78,9 +57,9 @@ pub fn plan_parts<'py>(
         if index.is_none() && dim.is_none() {
             slices.push((number, None));
         } else if let Some(steps) = index.and_then(|index| steps_of(&entry.shape, &index)) {
-            slices.push((number, Some(steps.iter().map(IndexStep::ends).collect())));
-            if !steps.iter().all(IndexStep::is_plain) {
-                let remaining = steps.iter().map(|step| step.remaining_index(py));
+            slices.push((number, Some(steps.iter().map(|(ends, _)| *ends).collect())));
+            if steps.iter().any(|(_, stride)| *stride != Some(1)) {
+                let remaining = steps.iter().map(|(_, stride)| remaining_index(py, *stride));
                 let remaining = remaining.collect::<PyResult<Vec<_>>>()?;
                 remaining_indices.push((at, PyTuple::new(py, remaining)?));
             }
@@ -177,10 +156,10 @@ fn steps_of_range(
     let dim = resolve_index(number_of(dim)?, shape.len() as u64)?;
     let steps = (0..).zip(shape).map(|(at, &len)| {
         if at != dim {
-            return Some(IndexStep::Range(0..len, 1));
+            return Some(((0, len), Some(1)));
         }
         let (start, stop) = (end_of(start, len, 0)?, end_of(stop, len, len)?);
-        Some(IndexStep::Range(start..stop.max(start), 1))
+        Some(((start, stop.max(start)), Some(1)))
     });
     steps.collect()
 }
@@ -194,7 +173,7 @@ fn steps_of_items(shape: &[u64], items: &[Bound<'_, PyAny>]) -> Option<Vec<Index
     }
     let mut steps = Vec::with_capacity(shape.len());
     let mut dims = shape.iter().copied();
-    let whole = |len| IndexStep::Range(0..len, 1);
+    let whole = |len| ((0, len), Some(1));
     for item in items {
         if is_ellipsis(item) {
             steps.extend(dims.by_ref().take(missing).map(whole));
@@ -212,9 +191,9 @@ fn step_of(len: u64, item: &Bound<'_, PyAny>) -> Option<IndexStep> {
         let (start, stop) = (end_of(&part("start")?, len, 0)?, end_of(&part("stop")?, len, len)?);
         let step = part("step")?;
         let stride = if step.is_none() { 1 } else { u64::try_from(number_of(&step)?).ok()? };
-        return (stride > 0).then_some(IndexStep::Range(start..stop.max(start), stride));
+        return (stride > 0).then_some(((start, stop.max(start)), Some(stride)));
     }
-    resolve_index(number_of(item)?, len).map(IndexStep::Index)
+    resolve_index(number_of(item)?, len).map(|index| ((index, index + 1), None))
 }
 
 /// Resolves an end of a range in a dimension. None if it is outside of the dimension.

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorizer::error::{Error, Result};
-use tensorizer::io::{ReadAt, WantedRead};
+use tensorizer::error::Result;
+use tensorizer::io::{ReadAt, WantedRead, closed_error};
 use tensorizer::mem::Buffers;
 use tensorizer::traffic::{self, Traffic};
-use tensorizer::{ForkSafeMutex, to_usize};
+use tensorizer::{ForkSafeMutex, to_usize, try_resize};
 
 use crate::calls::{enter_part, signals};
 use crate::errors::Outcome;
@@ -21,6 +21,8 @@ const STEP: usize = 8 << 20;
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Source {
     source: ForkSafeMutex<Option<Arc<dyn ReadAt>>>,
+    /// The address, without its secrets.
+    #[pyo3(get)]
     uri: String,
     /// Position of the file's first byte.
     base: u64,
@@ -69,11 +71,13 @@ impl Source {
 
     /// The source, unless it was closed.
     pub fn shared(&self) -> Result<Arc<dyn ReadAt>> {
-        let source = self.source.lock();
-        source
-            .clone()
-            .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+        unless_closed(&self.source, &self.uri)
     }
+}
+
+/// The content of an open file; an error if the file was closed.
+pub fn unless_closed<T: Clone>(open: &ForkSafeMutex<Option<T>>, uri: &str) -> Result<T> {
+    open.lock().clone().ok_or_else(|| closed_error(uri))
 }
 
 #[pymethods]
@@ -95,12 +99,7 @@ impl Source {
                     // Allocates step by step: neither the requested length nor that which a server
                     // states is trusted.
                     let more = STEP.max(done).min(len - done);
-                    bytes.try_reserve(more).map_err(|_| Error::OutOfMemory {
-                        bytes: (done + more) as u64,
-                        what: format!("bytes of `{}`", source.uri()),
-                        error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-                    })?;
-                    bytes.resize(done + more, 0);
+                    try_resize(&mut bytes, done + more, &format!("bytes of `{}`", self.uri))?;
                 }
                 let rest = bytes.split_at_mut(done).1;
                 let at = offset.saturating_add(done as u64);
@@ -121,12 +120,6 @@ impl Source {
         *self.front.lock() = Front::default();
         let source = self.source.lock().take();
         drop(source);
-    }
-
-    /// The address, without its secrets.
-    #[getter]
-    fn uri(&self) -> &str {
-        &self.uri
     }
 
     /// Size in bytes; None for a server that can only be read front to back.

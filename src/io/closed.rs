@@ -39,6 +39,7 @@ impl ReadAt for ClosedSource {
     }
 }
 
-fn closed_error(uri: &str) -> Error {
+/// The error of the use of a closed file.
+pub fn closed_error(uri: &str) -> Error {
     Error::Closed(format!("I/O operation on closed file `{uri}`"))
 }

@@ -42,7 +42,7 @@ pub mod uri;
 mod write_at;
 
 pub use cached_head::{CachedHead, CachedHeads};
-pub use closed::ClosedSource;
+pub use closed::{ClosedSource, closed_error};
 pub use memory::MemorySource;
 #[cfg(feature = "s3")]
 pub use object::s3::S3Cfg;

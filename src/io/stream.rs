@@ -23,16 +23,8 @@ impl<R: Read + Send> Stream for R {
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
         // The buffers need not be initialised, and `read` of another type may look at them.
         let mut bytes = vec![0; buffers.remaining().min(STEP)];
-        loop {
-            cancel.check().map_err(io::Error::other)?;
-            match self.read(&mut bytes) {
-                // A signal that the caller may have handled.
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                other => {
-                    return other.map(|read| buffers.fill_from(bytes.get(..read).unwrap_or(&[])));
-                }
-            }
-        }
+        let read = cancel::retry_interrupted(cancel, || self.read(&mut bytes))?;
+        Ok(buffers.fill_from(bytes.get(..read).unwrap_or(&[])))
     }
 }
 
@@ -81,10 +73,7 @@ impl<S: Stream> ReadAt for StreamSource<S> {
 
     fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
         // A cancelled call is passed through the stream as an error.
-        let failed = |error: io::Error| match error.downcast::<Error>() {
-            Ok(error) => error,
-            Err(error) => Error::io("reading", &self.facts.uri, error),
-        };
+        let failed = |error| Error::of_io("reading", &self.facts.uri, error);
         let mut guard = self.lock(cancel)?;
         let (stream, position) = &mut *guard;
         if offset < *position {

@@ -55,8 +55,5 @@ pub fn set_attribute(file: &File, name: &CStr, value: Option<&[u8]>) -> io::Resu
         // SAFETY: a string that ends in a zero and lives until the call returns.
         None => unsafe { libc::fremovexattr(number, name.as_ptr()) },
     };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    checked(result).map(drop)
 }

@@ -9,6 +9,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
+use super::checked;
+
 /// The byte whose lock says that a file is in use. It lies behind all bytes of files.
 const IN_USE: libc::off_t = 1 << 62;
 /// The byte whose lock says that a process is fetching the bytes of a file.
@@ -22,12 +24,10 @@ fn set_lock(file: &File, byte: libc::off_t, kind: libc::c_int) -> io::Result<boo
     // The position counts from the beginning of the file (SEEK_SET).
     let request = libc::flock { l_type: kind, l_whence: 0, l_start: byte, l_len: 1, l_pid: 0 };
     // SAFETY: one structure that lives until the call returns.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const request) } == 0 {
-        return Ok(true);
-    }
-    match io::Error::last_os_error() {
-        e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
-        e => Err(e),
+    let set = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const request) };
+    match checked(set) {
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        set => set.map(|_| true),
     }
 }
 
@@ -65,19 +65,15 @@ pub fn check_writable(folder: &Path) -> io::Result<()> {
     let path = CString::new(folder.as_os_str().as_bytes())?;
     let wanted = libc::W_OK | libc::X_OK;
     // SAFETY: a text that ends with a zero byte and lives until the call returns.
-    match unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), wanted, libc::AT_EACCESS) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    let found = unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), wanted, libc::AT_EACCESS) };
+    checked(found).map(drop)
 }
 
 /// The size of a file system in bytes, and the bytes that are free for this user.
 pub fn disk_space(file: &File) -> io::Result<(u64, u64)> {
     let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: one structure, which the kernel fills if it returns 0.
-    if unsafe { libc::fstatvfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    checked(unsafe { libc::fstatvfs(file.as_raw_fd(), found.as_mut_ptr()) })?;
     // SAFETY: filled, as it returned 0.
     let found = unsafe { found.assume_init() };
     let bytes = |blocks: libc::fsblkcnt_t| blocks.saturating_mul(found.f_frsize);

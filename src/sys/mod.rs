@@ -49,8 +49,9 @@ fn position(offset: u64) -> io::Result<libc::off_t> {
     })
 }
 
-fn checked(result: isize) -> io::Result<usize> {
-    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+/// The result of a system call; if it is negative, the error that the call has left.
+fn checked(result: impl TryInto<usize>) -> io::Result<usize> {
+    result.try_into().map_err(|_| io::Error::last_os_error())
 }
 
 fn vector_count(len: usize) -> c_int {
@@ -104,12 +105,9 @@ pub fn wait_readable(file: &File, at_most: Duration) -> io::Result<bool> {
     let mut wanted = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let milliseconds = c_int::try_from(at_most.as_millis()).unwrap_or(c_int::MAX);
     // SAFETY: one structure that lives until the call returns.
-    match unsafe { libc::poll(&mut wanted, 1, milliseconds) } {
-        -1 => match io::Error::last_os_error() {
-            e if e.kind() == io::ErrorKind::Interrupted => Ok(false),
-            e => Err(e),
-        },
-        ready => Ok(ready > 0),
+    match checked(unsafe { libc::poll(&mut wanted, 1, milliseconds) }) {
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(false),
+        ready => Ok(ready? > 0),
     }
 }
 
@@ -195,17 +193,13 @@ pub fn reserve(file: &File, range: Range<u64>) -> io::Result<()> {
         return Ok(());
     }
     let (start, len) = (position(range.start)?, position(range.end - range.start)?);
+    let full = [libc::ENOSPC, libc::EDQUOT, libc::EFBIG].map(Some);
+    let mode = libc::FALLOC_FL_KEEP_SIZE;
     // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
-    let result =
-        unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, start, len) };
-    if result != 0 {
-        let error = io::Error::last_os_error();
-        return match error.raw_os_error() {
-            Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => Err(error),
-            _ => Ok(()),
-        };
+    match checked(unsafe { libc::fallocate(file.as_raw_fd(), mode, start, len) }) {
+        Err(error) if full.contains(&error.raw_os_error()) => Err(error),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// Renames a file. If the new name exists, the error is `AlreadyExists`, and that file stays.
@@ -214,14 +208,12 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
     let old = CString::new(from.as_os_str().as_bytes())?;
     let new = CString::new(to.as_os_str().as_bytes())?;
     // SAFETY: two strings that end in a zero and live until the call returns.
-    let result =
-        unsafe { libc::renameat2(here, old.as_ptr(), here, new.as_ptr(), libc::RENAME_NOREPLACE) };
-    if result == 0 {
-        return Ok(());
-    }
-    let error = io::Error::last_os_error();
-    if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) {
-        return Err(error);
+    let renamed = checked(unsafe {
+        libc::renameat2(here, old.as_ptr(), here, new.as_ptr(), libc::RENAME_NOREPLACE)
+    });
+    match renamed {
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) => {}
+        renamed => return renamed.map(drop),
     }
     // File systems without that call: a hard link is not made either if the name exists.
     match std::fs::hard_link(from, to) {
@@ -242,14 +234,10 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
 pub fn try_flock(file: &File) -> io::Result<bool> {
     loop {
         // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
-        if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
-            return Ok(true);
-        }
-        let error = io::Error::last_os_error();
-        match error.kind() {
-            io::ErrorKind::WouldBlock => return Ok(false),
-            io::ErrorKind::Interrupted => {}
-            _ => return Err(error),
+        match checked(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) }) {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            locked => return locked.map(|_| true),
         }
     }
 }
@@ -269,20 +257,15 @@ pub fn link(file: &File, name: &Path) -> io::Result<()> {
     let from = c"".as_ptr();
     // SAFETY: two strings that end in a zero and live until the call returns; the descriptor is
     // open for the borrow of `file`.
-    if unsafe { libc::linkat(number, from, here, name.as_ptr(), libc::AT_EMPTY_PATH) } == 0 {
-        return Ok(());
-    }
-    if io::Error::last_os_error().kind() == io::ErrorKind::AlreadyExists {
-        return Err(io::Error::last_os_error());
+    match checked(unsafe { libc::linkat(number, from, here, name.as_ptr(), libc::AT_EMPTY_PATH) }) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {}
+        linked => return linked.map(drop),
     }
     // The call above needs a privilege before Linux 6.10; this one needs /proc.
     let path = CString::new(format!("/proc/self/fd/{number}"))?;
     let flags = libc::AT_SYMLINK_FOLLOW;
     // SAFETY: as above.
-    if unsafe { libc::linkat(here, path.as_ptr(), here, name.as_ptr(), flags) } == 0 {
-        return Ok(());
-    }
-    Err(io::Error::last_os_error())
+    checked(unsafe { libc::linkat(here, path.as_ptr(), here, name.as_ptr(), flags) }).map(drop)
 }
 
 /// Returns the memory of whole pages to the system.
@@ -316,9 +299,9 @@ pub fn random(bytes: &mut [u8]) -> io::Result<()> {
     while let Some(unfilled) = bytes.get_mut(done..).filter(|unfilled| !unfilled.is_empty()) {
         // SAFETY: writes at most `unfilled.len()` bytes there.
         let got = unsafe { libc::getrandom(unfilled.as_mut_ptr().cast(), unfilled.len(), 0) };
-        match usize::try_from(got) {
+        match checked(got) {
             Ok(got) => done += got,
-            Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(_) => return File::open("/dev/urandom")?.read_exact(unfilled),
         }
     }

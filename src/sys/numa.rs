@@ -4,6 +4,8 @@
 use std::io;
 use std::mem::MaybeUninit;
 
+use super::checked;
+
 /// `MPOL_PREFERRED` of `linux/mempolicy.h`: use this node while it has memory, then others.
 const MPOL_PREFERRED: libc::c_long = 1;
 /// Bits of a word of a mask of nodes.
@@ -20,10 +22,7 @@ const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
 /// There is no such node, or the kernel has no support for NUMA.
 pub fn prefer_node(memory: &mut [u8], node: usize) -> io::Result<()> {
     let mut mask: [libc::c_ulong; WORDS] = [0; WORDS];
-    match mask.get_mut(node / WORD) {
-        Some(word) => *word |= 1 << (node % WORD),
-        None => return Err(io::ErrorKind::InvalidInput.into()),
-    }
+    *mask.get_mut(node / WORD).ok_or(io::ErrorKind::InvalidInput)? |= 1 << (node % WORD);
     let page = super::page_size();
     let first = memory.as_ptr().addr();
     let start = first.next_multiple_of(page);
@@ -34,17 +33,10 @@ pub fn prefer_node(memory: &mut [u8], node: usize) -> io::Result<()> {
     // SAFETY: whole pages of memory that is borrowed exclusively, whose contents stay; the kernel
     // reads as many bits of the mask as it has.
     let code = unsafe {
-        libc::syscall(
-            libc::SYS_mbind,
-            start,
-            end - start,
-            MPOL_PREFERRED,
-            mask.as_ptr(),
-            WORDS * WORD,
-            0,
-        )
+        let (len, nodes) = (end - start, WORDS * WORD);
+        libc::syscall(libc::SYS_mbind, start, len, MPOL_PREFERRED, mask.as_ptr(), nodes, 0)
     };
-    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    checked(code).map(drop)
 }
 
 /// The preferred node of the pages at an address, if there is one.
@@ -64,9 +56,7 @@ pub fn preferred_node(memory: &[u8]) -> io::Result<Option<usize>> {
             OF_ADDRESS,
         )
     };
-    if code != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    checked(code)?;
     let has =
         |node: &usize| mask.get(node / WORD).is_some_and(|word| word >> (node % WORD) & 1 == 1);
     let mut nodes = (0..WORDS * WORD).filter(has);
@@ -84,9 +74,7 @@ pub fn allowed_cpus() -> io::Result<Vec<usize>> {
         let code = libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), set.as_mut_ptr());
         (code, set.assume_init())
     };
-    if code != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    checked(code)?;
     // SAFETY: each number is less than the number of bits in a set.
     Ok((0..MOST_CPUS).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect())
 }
@@ -104,7 +92,7 @@ pub fn bind_thread_to(cpus: &[usize]) -> io::Result<()> {
         }
         libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set.as_ptr())
     };
-    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    checked(code).map(drop)
 }
 
 #[cfg(all(test, not(miri), not(feature = "models")))]

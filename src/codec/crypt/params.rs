@@ -144,7 +144,7 @@ impl DecryptionOptions {
             }
             (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
-        let _lock = cancel::lock_process(&self.deriving, cancel)?;
+        let _lock = cancel::lock_mutex(self.deriving.get(), cancel)?;
         let cached =
             |(derived, key): &(KeyDerivation, Key)| (derived == derivation).then(|| key.clone());
         if let Some(key) = self.derived.lock().iter().find_map(cached) {

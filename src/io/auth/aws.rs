@@ -80,7 +80,7 @@ pub fn provider(region: String, options: &TransportOptions) -> Arc<CredentialPro
             let (read, region, options) = (Arc::clone(&read), region.clone(), options.clone());
             let chain = async move {
                 // The chain reads the current environment, which may have changed.
-                if !environment(String::new()).has_same_variables(&read) {
+                if environment(String::new()).variables != read.variables {
                     let kind = ErrorKind::PermissionDenied;
                     return Err(MissingCredentials::failed(kind, ENVIRONMENT_CHANGED));
                 }

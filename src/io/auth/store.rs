@@ -19,7 +19,7 @@ const MAX_KEPT: usize = 16;
 #[derive(PartialEq, Eq, Hash)]
 pub struct CredentialEnvironment {
     scope: String,
-    variables: Vec<(OsString, OsString)>,
+    pub(super) variables: Vec<(OsString, OsString)>,
     files: Vec<(PathBuf, Option<FileStamp>)>,
 }
 
@@ -65,12 +65,6 @@ impl CredentialEnvironment {
     #[cfg(feature = "clouds")]
     pub fn text(&self, name: &str) -> Option<&str> {
         self.texts().find(|(found, _)| *found == name).map(|(_, value)| value)
-    }
-
-    /// True if the variables of both are the same.
-    #[cfg(feature = "s3")]
-    pub fn has_same_variables(&self, other: &CredentialEnvironment) -> bool {
-        self.variables == other.variables
     }
 }
 

@@ -15,6 +15,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
+use crate::cancel::{Never, retry_interrupted};
 use crate::io::ReadAt;
 use crate::io::local::{open_no_follow, remove_if_at};
 use crate::mem::DISK_BLOCK;
@@ -184,15 +185,13 @@ impl CacheEntry {
     pub fn write(&self, mut at: u64, mut pieces: Vec<IoSlice<'_>>) -> io::Result<()> {
         let mut unwritten: &mut [IoSlice<'_>] = &mut pieces;
         while !unwritten.is_empty() {
-            match sys::write_vectored_at(&self.file, at, unwritten) {
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
-                Ok(0) => return Err(io::Error::from(io::ErrorKind::WriteZero)),
-                Ok(written) => {
-                    IoSlice::advance_slices(&mut unwritten, written);
-                    at += written as u64;
-                }
+            let write = || sys::write_vectored_at(&self.file, at, unwritten);
+            let written = retry_interrupted(&Never, write)?;
+            if written == 0 {
+                return Err(io::Error::from(io::ErrorKind::WriteZero));
             }
+            IoSlice::advance_slices(&mut unwritten, written);
+            at += written as u64;
         }
         Ok(())
     }

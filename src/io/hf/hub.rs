@@ -12,7 +12,7 @@ use crate::cancel::Cancel;
 use crate::codec::sha256::parse_hex;
 use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH, OLD_TOKEN};
 use crate::error::{Error, Result};
-use crate::io::transport::{ErrorDocument, TransportOptions, request_ids};
+use crate::io::transport::{ErrorDocument, TransportOptions, header_text, request_ids};
 use crate::io::{HubChecksum, http};
 
 /// The address of the hub, unless the environment names another.
@@ -112,8 +112,7 @@ impl Hub {
         let failed =
             |kind, what| Error::failed("asking for", &address.display_address(), kind, what);
         if status.is_redirection() {
-            let to =
-                header_text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
+            let to = header_text(headers, LOCATION).and_then(|to| self.endpoint.join(to).ok());
             let to = to.map_or_else(String::new, |url| url.origin().ascii_serialization());
             let what = format!(
                 "the hub redirects to {to}, and the token is not sent to another server: set \
@@ -175,10 +174,6 @@ fn token() -> Result<Option<String>> {
         Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
         Err(e) => Err(Error::io("reading the token in", &path.display().to_string(), e)),
     }
-}
-
-fn header_text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
-    headers.get(name).and_then(|value| value.to_str().ok())
 }
 
 /// The hub publishes the SHA-256 of LFS files, and another hash for other files.

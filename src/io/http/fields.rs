@@ -2,11 +2,11 @@
 
 use std::io::ErrorKind;
 
-use reqwest::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, HeaderMap, HeaderName};
+use reqwest::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, HeaderMap};
 use reqwest::{Response, StatusCode};
 
 use crate::error::Escaped;
-use crate::io::transport::Failure;
+use crate::io::transport::{Failure, header_text};
 
 /// The failure of a response 304 that was not asked for.
 pub const UNASKED: &str = "the server answered 304 Not Modified to a request without If-None-Match";
@@ -25,16 +25,12 @@ impl ByteRange {
     }
 }
 
-pub fn header_text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
-    headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
-}
-
 /// A `Content-Range` field: start, and end that is excluded, None for `*`, where there is no range; and
 /// the bytes of the file, None if the field does not say.
 type ContentRange = (Option<(u64, u64)>, Option<u64>);
 
 pub fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
-    let field = header_text(headers, &CONTENT_RANGE)?;
+    let field = header_text(headers, CONTENT_RANGE)?;
     let (range, len) = field.strip_prefix("bytes ")?.split_once('/')?;
     let len = len.trim().parse().ok();
     if range.trim() == "*" {
@@ -46,7 +42,7 @@ pub fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
 }
 
 pub fn content_length(headers: &HeaderMap) -> Option<u64> {
-    header_text(headers, &CONTENT_LENGTH)?.trim().parse().ok()
+    header_text(headers, CONTENT_LENGTH)?.trim().parse().ok()
 }
 
 /// Codings of a body that leave its bytes as they are. `aws-chunked` is that of an upload, which

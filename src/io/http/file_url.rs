@@ -213,7 +213,8 @@ impl FileUrl {
         let headers = range_request.headers();
         let (target, mut response) = follow(client, Method::GET, &from, &headers, is_final).await?;
         let status = response.status();
-        if !is_answer(status) {
+        // Other statuses are refusals: these have the file, or answer a condition or a range.
+        if !(status == StatusCode::NOT_MODIFIED || status.is_success() || is_of_range(status)) {
             let body = read_beginning(&mut response, client.config.stall).await;
             let headers = response.headers();
             let reason = ErrorDocument::read(headers, &body).without(&target.secrets());
@@ -224,11 +225,6 @@ impl FileUrl {
         let moved = (at.is_some() || target.url != from.url).then(|| Arc::new(target));
         Ok((moved, response))
     }
-}
-
-/// True if a response is no refusal: one that has the file, or that answers a condition or a range.
-fn is_answer(status: StatusCode) -> bool {
-    status == StatusCode::NOT_MODIFIED || status.is_success() || is_of_range(status)
 }
 
 #[cfg(test)]

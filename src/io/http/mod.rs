@@ -152,10 +152,8 @@ fn facts_of(uri: String, server: ServerFile, first: &FirstResponse) -> Facts {
         }
         None => ServerFile { headers, ..server },
     };
-    let tag = match &server.head {
-        Some(head) => head.strong_tag(),
-        None => first.validators.strong_tag(),
-    };
+    let head = server.head.as_ref();
+    let tag = head.map_or_else(|| first.validators.strong_tag(), CachedHead::strong_tag);
     let identity = tag.map(|tag| SourceIdentity::Tag(tag.to_owned()));
     Facts { uri, len, identity, server: Some(server), ..Facts::default() }
 }

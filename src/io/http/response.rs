@@ -5,9 +5,9 @@ use std::io::ErrorKind;
 use reqwest::header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderValue};
 use reqwest::{Response, StatusCode, Version};
 
-use super::fields::{ByteRange, UNASKED, check_coding, content_length, content_range, header_text};
+use super::fields::{ByteRange, UNASKED, check_coding, content_length, content_range};
 use super::validators::Validators;
-use crate::io::transport::Failure;
+use crate::io::transport::{Failure, header_text};
 
 /// The response to the first request.
 pub struct FirstResponse {
@@ -91,7 +91,7 @@ pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<Fir
         // No range, one without a total length, another one than that of the request, or a part of
         // the file as if it were the whole.
         (StatusCode::RANGE_NOT_SATISFIABLE | StatusCode::PARTIAL_CONTENT, ..) | (_, Some(_), _) => {
-            Ok(First::BrokenRanges(match header_text(headers, &CONTENT_RANGE) {
+            Ok(First::BrokenRanges(match header_text(headers, CONTENT_RANGE) {
                 Some(field) => format!("{status} with the Content-Range {field:?}"),
                 None => format!("{status} without a valid Content-Range"),
             }))

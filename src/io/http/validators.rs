@@ -5,10 +5,8 @@ use std::io::ErrorKind;
 use reqwest::header::{ETAG, HeaderMap, HeaderValue, LAST_MODIFIED};
 use reqwest::{Response, StatusCode};
 
-use super::fields::{
-    ByteRange, UNASKED, check_coding, content_length, content_range, header_text, is_of_range,
-};
-use crate::io::transport::Failure;
+use super::fields::{ByteRange, UNASKED, check_coding, content_length, content_range, is_of_range};
+use crate::io::transport::{Failure, header_text};
 
 /// Size, `ETag` and date of a file, which show if it changes between requests.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -24,8 +22,11 @@ pub struct Validators {
 
 impl Validators {
     pub fn of(headers: &HeaderMap, len: Option<u64>) -> Self {
-        let tag = headers.get(ETAG).map(tag_text);
-        let modified = header_text(headers, &LAST_MODIFIED);
+        // Other bytes than those of ASCII are allowed in it, and tell versions apart.
+        let text =
+            |tag: &HeaderValue| tag.as_bytes().iter().map(|&byte| char::from(byte)).collect();
+        let tag = headers.get(ETAG).map(text);
+        let modified = header_text(headers, LAST_MODIFIED).map(str::to_owned);
         Validators { len, tag, modified, is_immutable: false }
     }
 
@@ -133,11 +134,6 @@ impl Validators {
         let what = format!("the file changed since it was opened: {}", differences.join("; "));
         Err(Failure::permanent(ErrorKind::InvalidData, what))
     }
-}
-
-/// The text of an `ETag`. Other bytes than those of ASCII are allowed in it, and tell versions apart.
-fn tag_text(value: &HeaderValue) -> String {
-    value.as_bytes().iter().map(|&byte| char::from(byte)).collect()
 }
 
 #[cfg(test)]

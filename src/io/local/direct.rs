@@ -16,7 +16,7 @@ use io_uring::{IoUring, opcode, types};
 
 use super::direct_plan::PlannedRead;
 use super::in_flight::InFlightLimit;
-use crate::cancel::Cancel;
+use crate::cancel::{Cancel, Never, retry_interrupted};
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, Facts, ReadAt};
 use crate::mem::{Arena, Buffers, DISK_BLOCK};
@@ -154,14 +154,11 @@ fn part(memory: &mut [u8], start: usize, len: usize) -> io::Result<&mut [u8]> {
 /// `len` bytes from `to` on can be written.
 unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Result<usize> {
     let position = libc::off_t::try_from(position).map_err(io::Error::other)?;
-    loop {
+    retry_interrupted(&Never, || {
         // SAFETY: the caller's promise.
         let read = unsafe { libc::pread(file.as_raw_fd(), to.cast(), len, position) };
-        match usize::try_from(read).map_err(|_| io::Error::last_os_error()) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            outcome => return outcome,
-        }
-    }
+        usize::try_from(read).map_err(|_| io::Error::last_os_error())
+    })
 }
 
 /// Reads under way. Dropping this waits for them, because the kernel writes to their memory.

@@ -29,7 +29,21 @@ impl PlannedRead {
     pub fn plan(offset: u64, ranges: &[libc::iovec], wanted: usize, max_len: usize) -> Vec<Self> {
         // The position of the offset within its block of the file.
         let phase = to_usize(offset % DISK_BLOCK as u64);
-        let mut plan = DirectReads { offset, phase, max_len, reads: Vec::new() };
+        let mut reads = Vec::new();
+        // Adds the bytes from `start` to `end`, relative to the offset. Those that go straight to
+        // memory are whole blocks.
+        let mut add = |start: usize, end: usize, to: Option<*mut u8>| {
+            let mut from = start;
+            while from < end {
+                let skip = (phase + from) % DISK_BLOCK;
+                let wanted = (max_len - skip).min(end - from);
+                let position = offset + from as u64 - skip as u64;
+                let len = (skip + wanted).next_multiple_of(DISK_BLOCK);
+                let destination = to.map(|to| to.wrapping_add(from - start));
+                reads.push(PlannedRead { position, len, skip, wanted, destination });
+                from += wanted;
+            }
+        };
         // Positions relative to the offset: the start of the bytes that go through the buffer next,
         // and the start of the range.
         let (mut from, mut at) = (0, 0);
@@ -39,15 +53,15 @@ impl PlannedRead {
             let direct_len = len.saturating_sub(unaligned) / DISK_BLOCK * DISK_BLOCK;
             let is_aligned = (range.iov_base.addr() + unaligned).is_multiple_of(DISK_BLOCK);
             if is_aligned && direct_len >= MIN_DIRECT_LEN {
-                plan.add(from, at + unaligned, None);
+                add(from, at + unaligned, None);
                 from = at + unaligned + direct_len;
                 let to = range.iov_base.cast::<u8>().wrapping_add(unaligned);
-                plan.add(at + unaligned, from, Some(to));
+                add(at + unaligned, from, Some(to));
             }
             at += len;
         }
-        plan.add(from, at, None);
-        plan.reads
+        add(from, at, None);
+        reads
     }
 
     /// Records that `read` bytes were read; `block` is the buffer. Returns how many of them were
@@ -64,31 +78,6 @@ impl PlannedRead {
                 let end = read.min(self.skip + self.wanted);
                 into.fill_from(block.get(self.skip.min(end)..end).unwrap_or(&[]))
             }
-        }
-    }
-}
-
-/// A plan under construction. Its positions are relative to the offset.
-struct DirectReads {
-    offset: u64,
-    /// The position of the offset within its block.
-    phase: usize,
-    max_len: usize,
-    reads: Vec<PlannedRead>,
-}
-
-impl DirectReads {
-    /// Adds the bytes from `start` to `end`. Those that go straight to memory are whole blocks.
-    fn add(&mut self, start: usize, end: usize, to: Option<*mut u8>) {
-        let mut from = start;
-        while from < end {
-            let skip = (self.phase + from) % DISK_BLOCK;
-            let wanted = (self.max_len - skip).min(end - from);
-            let position = self.offset + from as u64 - skip as u64;
-            let len = (skip + wanted).next_multiple_of(DISK_BLOCK);
-            let destination = to.map(|to| to.wrapping_add(from - start));
-            self.reads.push(PlannedRead { position, len, skip, wanted, destination });
-            from += wanted;
         }
     }
 }

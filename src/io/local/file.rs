@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::shard::Shard;
-use crate::cancel::Cancel;
+use crate::cancel::{Cancel, retry_interrupted};
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, Facts, ReadAt, ServerFile, SourceIdentity};
 use crate::mem::Buffers;
@@ -154,17 +154,11 @@ impl ReadAt for FileSource {
 
     fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
         let file = self.open_file()?;
-        loop {
-            cancel.check()?;
-            match crate::sys::read_vectored_at(&file, offset, into) {
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Ok(read) => {
-                    into.arrived(read as u64);
-                    return Ok(read);
-                }
-                Err(e) => return Err(Error::io("reading", &self.facts.uri, e)),
-            }
-        }
+        let read = || crate::sys::read_vectored_at(&file, offset, into);
+        let read = retry_interrupted(cancel, read)
+            .map_err(|e| Error::of_io("reading", &self.facts.uri, e))?;
+        into.arrived(read as u64);
+        Ok(read)
     }
 
     fn file(&self) -> Option<Arc<File>> {

@@ -7,8 +7,6 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use super::file::is_at;
-
 /// A folder. Paths of its entries lead to it even after it was renamed, or after a symbolic link
 /// that led to it was changed.
 pub(super) struct HeldFolder {
@@ -96,11 +94,6 @@ impl Place {
     /// The path by which the system finds the file.
     pub(super) fn path(&self) -> PathBuf {
         self.folder.path.join(&self.name)
-    }
-
-    /// True if the name leads to an open file, and to no other.
-    pub(super) fn leads_to(&self, file: &File) -> bool {
-        is_at(file, &self.path())
     }
 }
 

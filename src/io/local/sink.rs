@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::copy_metadata::FileMetadata;
 use super::held_folder::{Place, sync_folder};
 use super::temporary::TemporaryFile;
-use crate::cancel::{Cancel, run_detached};
+use crate::cancel::{Cancel, retry_interrupted, run_detached};
 use crate::error::{Error, Result};
 use crate::io::save_order::{SaveTarget, SaveTurn};
 use crate::io::{Ending, Published, Reservation, SinkFacts, WriteAt};
@@ -208,19 +208,13 @@ impl WriteAt for FileSink {
     }
 
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
-        loop {
-            cancel.check()?;
-            match crate::sys::write_vectored_at(&self.file, offset, buffers) {
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(Error::io("writing", &self.uri, e)),
-                Ok(written) => {
-                    if self.unpublished.is_some() {
-                        crate::sys::start_writeback(&self.file, offset, written as u64);
-                    }
-                    return Ok(written);
-                }
-            }
+        let write = || crate::sys::write_vectored_at(&self.file, offset, buffers);
+        let written =
+            retry_interrupted(cancel, write).map_err(|e| Error::of_io("writing", &self.uri, e))?;
+        if self.unpublished.is_some() {
+            crate::sys::start_writeback(&self.file, offset, written as u64);
         }
+        Ok(written)
     }
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {

@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use super::copy_metadata::FileMetadata;
+use super::file::is_at;
 use super::held_folder::Place;
 use super::temporary_name::TemporaryNames;
 use crate::sys;
@@ -97,7 +98,7 @@ impl TemporaryFile {
     /// True if the file is the one at the target, and no other file has replaced it.
     fn is_in_place(&self) -> bool {
         let file = self.in_place.as_ref();
-        file.is_some_and(|file| self.target.is_open_file || self.target.leads_to(file))
+        file.is_some_and(|file| self.target.is_open_file || is_at(file, &self.target.path()))
     }
 
     fn take_free_name(&mut self, file: &File, name: &Path) -> io::Result<()> {

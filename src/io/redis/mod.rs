@@ -280,18 +280,6 @@ struct ValueRange<'s> {
     len: u64,
 }
 
-impl ValueRange<'_> {
-    fn add_command(&self, commands: &mut Pipeline) {
-        if self.len == self.value.len {
-            commands.cmd("GET").arg(&self.value.key);
-        } else {
-            let first = self.start - self.value.start;
-            let range = commands.cmd("GETRANGE").arg(&self.value.key);
-            range.arg(first).arg(first + self.len - 1);
-        }
-    }
-}
-
 /// The pattern of all keys with a prefix; its own special characters mean themselves.
 fn pattern(prefix: &str) -> String {
     let escaped = prefix.chars().flat_map(|letter| {
@@ -331,8 +319,13 @@ impl ReadAt for RedisSource {
         }
         let pieces = self.value_ranges(offset, end)?;
         let mut commands = Pipeline::with_capacity(pieces.len());
-        for piece in &pieces {
-            piece.add_command(&mut commands);
+        for &ValueRange { value, start, len } in &pieces {
+            if len == value.len {
+                commands.cmd("GET").arg(&value.key);
+            } else {
+                let first = start - value.start;
+                commands.cmd("GETRANGE").arg(&value.key).arg(first).arg(first + len - 1);
+            }
         }
         let max_bytes = pieces.iter().map(|piece| piece.len + REPLY_OVERHEAD).sum();
         let budget = RetryBudget::new("reading", &self.facts.uri, &self.options, cancel);

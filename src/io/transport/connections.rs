@@ -22,17 +22,15 @@ use crate::sys::process::{DropInOwner, PerProcess};
 /// Event loops of one pool, at least; more if there are more cores.
 const MIN_LOOPS: usize = 8;
 
-/// An event loop, which several threads may drive.
-pub struct EventLoop(Arc<OwnedRuntime>);
-
-struct OwnedRuntime(Option<Runtime>);
+/// An event loop, which several threads may drive; None while it is dropped.
+pub struct EventLoop(Option<Arc<Runtime>>);
 
 impl EventLoop {
     /// Starts an event loop.
     pub fn new() -> Result<Self, Failure> {
         let runtime = read_guarded(|| Builder::new_current_thread().enable_all().build());
         let failed = |e: io::Error| Failure::permanent(e.kind(), format!("an event loop: {e}"));
-        Ok(EventLoop(Arc::new(OwnedRuntime(Some(runtime.map_err(failed)?)))))
+        Ok(EventLoop(Some(Arc::new(runtime.map_err(failed)?))))
     }
 
     /// Runs a request on this thread until it ends, its budget is spent, or the call is cancelled.
@@ -44,7 +42,7 @@ impl EventLoop {
         // A request that is ready at once would never reach the check below.
         budget.check()?;
         let ended = || Failure::permanent(io::ErrorKind::Other, "its event loop has ended");
-        self.0.0.as_ref().ok_or_else(ended)?.block_on(async {
+        self.0.as_ref().ok_or_else(ended)?.block_on(async {
             let mut request = std::pin::pin!(request);
             loop {
                 if let Ok(result) = timer::timeout(POLL, &mut request).await {
@@ -56,20 +54,14 @@ impl EventLoop {
     }
 }
 
-/// Lets a shared loop close the connections of a client that was dropped.
 impl Drop for EventLoop {
     fn drop(&mut self) {
-        if let Some(runtime) = self.0.0.as_ref().filter(|_| Arc::strong_count(&self.0) > 1) {
+        let Some(runtime) = self.0.take() else { return };
+        // Lets a shared loop close the connections of a client that was dropped.
+        if Arc::strong_count(&runtime) > 1 {
             runtime.block_on(tokio::task::yield_now());
         }
-    }
-}
-
-impl Drop for OwnedRuntime {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.0.take() {
-            runtime.shutdown_background();
-        }
+        Arc::into_inner(runtime).into_iter().for_each(Runtime::shutdown_background);
     }
 }
 
@@ -86,7 +78,7 @@ pub type PooledConnection<C> = DropInOwner<Connection<C>>;
 /// Idle connections, and the event loops of all.
 pub struct ConnectionPool<C> {
     idle: ForkSafeMutex<Vec<PooledConnection<C>>>,
-    loops: PerProcess<ForkSafeMutex<Vec<Weak<OwnedRuntime>>>>,
+    loops: PerProcess<ForkSafeMutex<Vec<Weak<Runtime>>>>,
 }
 
 impl<C> Default for ConnectionPool<C> {
@@ -113,21 +105,18 @@ impl<C> ConnectionPool<C> {
         budget: &RetryBudget<'_>,
         make: impl AsyncFnOnce() -> Result<C, Failure>,
     ) -> Result<PooledConnection<C>, Failure> {
-        let shared = {
+        let shared: Option<Arc<Runtime>> = {
             let mut loops = self.loops.get().lock();
             loops.retain(|events| events.strong_count() > 0);
             let is_full = loops.len() >= MIN_LOOPS.max(cpu_count());
             let fewest = loops.iter().min_by_key(|events| events.strong_count());
-            fewest.filter(|_| is_full).and_then(Weak::upgrade).map(EventLoop)
+            fewest.filter(|_| is_full).and_then(Weak::upgrade)
         };
+        let is_new = shared.is_none();
         // Made without the lock: that may wait for the GIL, and a fork for the lock.
-        let events = shared.map_or_else(EventLoop::new, Ok)?;
-        let is_known = |known: &Weak<OwnedRuntime>| known.as_ptr() == Arc::as_ptr(&events.0);
-        let mut loops = self.loops.get().lock();
-        if !loops.iter().any(is_known) {
-            loops.push(Arc::downgrade(&events.0));
-        }
-        drop(loops);
+        let events = if shared.is_some() { EventLoop(shared) } else { EventLoop::new()? };
+        let known = events.0.as_ref().map(Arc::downgrade).filter(|_| is_new);
+        self.loops.get().lock().extend(known);
         let client = events.run(budget, make())?;
         Ok(DropInOwner::new(Connection { client, events }))
     }

@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::time::{Duration, SystemTime};
 
 use reqwest::StatusCode;
-use reqwest::header::{DATE, HeaderMap, HeaderName, LOCATION, RETRY_AFTER};
+use reqwest::header::{AsHeaderName, DATE, HeaderMap, HeaderName, LOCATION, RETRY_AFTER};
 use serde_json::Value;
 
 use super::failure::{Failure, Repeat, show_text};
@@ -54,7 +54,7 @@ impl ErrorDocument {
     pub fn read(headers: &HeaderMap, body: &[u8]) -> Self {
         let text = String::from_utf8_lossy(body);
         let text = text.trim();
-        let field = |name: &str| headers.get(name)?.to_str().ok().map(str::to_owned);
+        let field = |name| header_text(headers, name).map(str::to_owned);
         let mut found = match text.chars().next() {
             Some('<') => Self::of_xml(text),
             Some('{' | '[') => {
@@ -71,12 +71,7 @@ impl ErrorDocument {
     }
 
     fn of_xml(text: &str) -> Self {
-        let element = |name: &str| {
-            let (_, rest) = text.split_once(&format!("<{name}>"))?;
-            let (found, _) = rest.split_once(&format!("</{name}>"))?;
-            let found = found.trim();
-            (!found.is_empty()).then(|| found.to_owned())
-        };
+        let element = |name| xml_element(text, name).map(str::to_owned);
         // Azure says in a detail that a token has expired: after the first line, which is shown.
         let detail = element("AuthenticationErrorDetail").map(|detail| format!("\n{detail}"));
         let message = element("Message").map(|message| message + &detail.unwrap_or(String::new()));
@@ -105,6 +100,18 @@ impl ErrorDocument {
         let [code, message] = [self.code, self.message].map(|text| Some(hide(text?, secrets)));
         ErrorDocument { code, message }
     }
+}
+
+/// The text of the first XML element of a name; None if there is none, or it is empty.
+pub fn xml_element<'t>(text: &'t str, name: &str) -> Option<&'t str> {
+    let (_, rest) = text.split_once(&format!("<{name}>"))?;
+    let (found, _) = rest.split_once(&format!("</{name}>"))?;
+    Some(found.trim()).filter(|found| !found.is_empty())
+}
+
+/// The value of a header, if it is text.
+pub fn header_text(headers: &HeaderMap, name: impl AsHeaderName) -> Option<&str> {
+    headers.get(name)?.to_str().ok()
 }
 
 /// A text without secrets.
@@ -171,8 +178,7 @@ pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> 
 
 /// The ids that a server has given to a request, for the end of a message; empty if there are none.
 pub fn request_ids(headers: &HeaderMap) -> String {
-    let id =
-        |name: &&str| Some(format!("{name}: {}", Shortened(headers.get(*name)?.to_str().ok()?)));
+    let id = |name: &&str| Some(format!("{name}: {}", Shortened(header_text(headers, *name)?)));
     let ids: Vec<_> = REQUEST_IDS.iter().filter_map(id).collect();
     if ids.is_empty() { String::new() } else { format!(" ({})", ids.join(", ")) }
 }
@@ -190,17 +196,17 @@ pub fn refusal(status: StatusCode, headers: &HeaderMap, reason: &ErrorDocument) 
 /// The pause that the server asks for: seconds, a fraction of them, or a date, which is compared
 /// with the server's own; or the time after which its limit of requests allows more.
 fn asked_pause(headers: &HeaderMap) -> Option<Duration> {
-    let text = |name: &HeaderName| Some(headers.get(name)?.to_str().ok()?.trim());
-    if let Some(asked) = text(&RETRY_AFTER) {
+    let text = |name| header_text(headers, name).map(str::trim);
+    if let Some(asked) = text(RETRY_AFTER) {
         if let Ok(seconds) = asked.parse() {
             return Duration::try_from_secs_f64(seconds).ok();
         }
         let until = httpdate::parse_http_date(asked).ok()?;
-        let now = text(&DATE).and_then(|date| httpdate::parse_http_date(date).ok());
+        let now = text(DATE).and_then(|date| httpdate::parse_http_date(date).ok());
         let now: SystemTime = now.unwrap_or_else(clock::date);
         return Some(until.duration_since(now).unwrap_or(Duration::ZERO));
     }
-    let parts = text(&RATE_LIMIT)?.split([';', ',']);
+    let parts = text(RATE_LIMIT)?.split([';', ',']);
     let seconds = parts.filter_map(|part| part.trim().strip_prefix("t=")?.parse().ok());
     seconds.max().map(Duration::from_secs)
 }

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::environment::{TextVariable, read_guarded};
+use crate::environment::{self, read_guarded};
 
 /// The trusted certificates.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -31,14 +31,7 @@ pub const REDIS_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or SSL
 pub const AWS_CREDENTIALS_SETTINGS: &str = "AWS_CA_BUNDLE";
 pub const CREDENTIALS_SETTINGS: &str = "REQUESTS_CA_BUNDLE";
 /// The variables that every client reads, in order of precedence.
-const BUNDLES: [TextVariable; 2] = [
-    TextVariable {
-        name: "REQUESTS_CA_BUNDLE",
-        default: "none",
-        meaning: "certificates that are trusted instead of the system's",
-    },
-    TextVariable { name: "CURL_CA_BUNDLE", default: "none", meaning: "the same, after that one" },
-];
+const BUNDLES: [&str; 2] = ["REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"];
 /// The variables that the library for the system's certificates reads itself.
 const SYSTEM: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 
@@ -50,8 +43,8 @@ impl Trust {
 
     /// The file or folder that a variable of the environment names, if it is set.
     pub fn from_variable(variable: &'static str) -> Option<Self> {
-        let path = read_guarded(|| std::env::var_os(variable)).filter(|path| !path.is_empty())?;
-        Some(Trust::Bundle { path: path.into(), named_by: variable })
+        let path = environment::variable(variable)?.into();
+        Some(Trust::Bundle { path, named_by: variable })
     }
 
     /// The same with the variables looked up: never [`Trust::Default`].
@@ -59,10 +52,7 @@ impl Trust {
         if *self != Trust::Default {
             return self.clone();
         }
-        let bundle = BUNDLES.iter().find_map(|variable| {
-            Some(Trust::Bundle { path: variable.value()?.into(), named_by: variable.name })
-        });
-        bundle.unwrap_or(Trust::System)
+        BUNDLES.into_iter().find_map(Trust::from_variable).unwrap_or(Trust::System)
     }
 
     /// The files to read certificates from; none for [`Trust::System`] and [`Trust::Anything`].

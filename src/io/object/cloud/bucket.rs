@@ -55,11 +55,5 @@ pub fn with_anonymous_hint(error: Error, cloud: Cloud) -> Error {
         Cloud::Google => "GOOGLE_APPLICATION_CREDENTIALS",
         Cloud::Azure => "AZURE_STORAGE_ACCOUNT_KEY",
     };
-    match error {
-        Error::Io { action, uri, error } => {
-            let what = format!("{error} (no credentials were found: set {name}, for example)");
-            Error::failed(action, &uri, error.kind(), what)
-        }
-        other => other,
-    }
+    error.with_hint(&format!("no credentials were found: set {name}, for example"))
 }

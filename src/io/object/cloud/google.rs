@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use reqwest::Method;
 
-use super::request::{COMBINE_LIMIT, CloudObject, CloudResponse, UploadRequest, done};
+use super::request::{COMBINE_LIMIT, CloudObject, UploadRequest, done};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::object::checksum::for_google;
@@ -18,11 +18,6 @@ pub const MARK: &str = "x-goog-meta-tensorizer-upload";
 
 /// An object of Google Cloud Storage.
 pub struct GoogleObject(pub CloudObject);
-
-/// The server's name of a part; it is copied into an XML document.
-fn tag_of(response: &CloudResponse) -> Option<&str> {
-    response.success()?.field("etag").filter(|tag| !tag.contains(['<', '>', '&']))
-}
 
 /// The header with the checksum of a body.
 fn checksum(bytes: &[u8]) -> Option<(&'static str, String)> {
@@ -57,8 +52,10 @@ impl UploadProtocol for GoogleObject {
             ..UploadRequest::new(Method::PUT, bytes.clone())
         };
         self.0.send(&request, cancel, |response| {
-            let tag = tag_of(response)?.to_owned();
-            Some(Ok(SentPart { number, tag, checksum: None }))
+            // It is copied into an XML document.
+            let tag =
+                response.success()?.field("etag").filter(|tag| !tag.contains(['<', '>', '&']));
+            Some(Ok(SentPart { number, tag: tag?.to_owned(), checksum: None }))
         })
     }
 
@@ -75,7 +72,7 @@ impl UploadProtocol for GoogleObject {
             ..UploadRequest::new(Method::POST, text)
         };
         self.0.send_last(&request, len, cancel, |response| {
-            done(response).filter(|_| response.is_document("CompleteMultipartUploadResult"))
+            done(response).filter(|_| response.text.contains("<CompleteMultipartUploadResult"))
         })
     }
 

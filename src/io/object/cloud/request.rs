@@ -17,7 +17,8 @@ use crate::error::Result;
 use crate::io::auth::CloudIdentity;
 use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{
-    Client, ErrorDocument, Failure, UploadBody, header_map, read_document, secrets, status_failure,
+    Client, ErrorDocument, Failure, UploadBody, header_map, header_text, read_document, secrets,
+    status_failure, xml_element,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
@@ -76,7 +77,7 @@ pub fn done(response: &CloudResponse) -> Option<Result<()>> {
 pub struct CloudResponse {
     pub status: StatusCode,
     fields: HeaderMap,
-    text: String,
+    pub text: String,
     /// Secrets of the request, which the text may repeat.
     secrets: Vec<String>,
 }
@@ -90,18 +91,11 @@ impl CloudResponse {
     /// The text of an XML element without children, in a document of known form. None if it has
     /// entities.
     pub fn element(&self, name: &str) -> Option<&str> {
-        let (_, rest) = self.text.split_once(&format!("<{name}>"))?;
-        let (found, _) = rest.split_once(&format!("</{name}>"))?;
-        Some(found.trim()).filter(|found| !found.is_empty() && !found.contains(['<', '&']))
-    }
-
-    /// True if its document has that name.
-    pub fn is_document(&self, name: &str) -> bool {
-        self.text.contains(&format!("<{name}"))
+        xml_element(&self.text, name).filter(|found| !found.contains(['<', '&']))
     }
 
     pub fn field(&self, name: &str) -> Option<&str> {
-        self.fields.get(name).and_then(|value| value.to_str().ok())
+        header_text(&self.fields, name)
     }
 
     /// The code of a refusal. Responses without a body have it in a header.

@@ -31,9 +31,8 @@ pub fn named(
     if let Some(address) = explicit {
         return Server::endpoint(&address, force_http, false).map(Some);
     }
-    let of_variable = || Some(S3_ENDPOINT.value()?.to_string_lossy().into_owned());
     let program_default = program_default.filter(|text| !text.is_empty());
-    let found = of_aws(aws).or(program_default).or_else(of_variable);
+    let found = of_aws(aws).or(program_default).or_else(|| S3_ENDPOINT.text());
     found.map(|address| Server::endpoint(&address, force_http, true)).transpose()
 }
 

@@ -26,9 +26,7 @@ use super::endpoint::{
 use super::s3cfg::S3Cfg;
 use super::server_choice::{KnownSettings, ServerChoice, StatedKeys, choose, stated_keys};
 use crate::cancel::Cancel;
-use crate::environment::{
-    S3_ADDRESSING_STYLE, S3_ENCRYPTION, S3_KMS_KEY_ID, TextVariable, read_guarded,
-};
+use crate::environment::{S3_ADDRESSING_STYLE, S3_ENCRYPTION, S3_KMS_KEY_ID, read_guarded};
 use crate::error::{Error, Escaped, Result};
 use crate::io::auth::{CredentialProvider, MissingCredentials, aws};
 use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust, run_once};
@@ -80,7 +78,9 @@ impl S3Bucket {
             // after a body.
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
         let mut config = self.server.configure(config);
-        config.set_app_name(app_name());
+        // The name of the program that AWS's clients send with their own.
+        let name = read_guarded(|| std::env::var("AWS_SDK_UA_APP_ID")).ok();
+        config.set_app_name(name.and_then(|name| AppName::new(name).ok()));
         let config = match &self.credentials {
             Some(keys) => {
                 // It keeps them itself.
@@ -232,8 +232,7 @@ async fn choose_server(
 /// The place of buckets in addresses, from the first of these that states one: the call, the
 /// environment, AWS's profile, `.s3cfg`.
 async fn addressing_style(s3: &S3Options, host_bucket: Option<&str>) -> Result<Option<bool>> {
-    let of_variable = || variable(&S3_ADDRESSING_STYLE);
-    let mut stated = s3.addressing_style.clone().or_else(of_variable);
+    let mut stated = s3.addressing_style.clone().or_else(|| S3_ADDRESSING_STYLE.text());
     if stated.is_none() {
         stated = aws_settings::setting_of_s3("addressing_style").await;
     }
@@ -243,20 +242,10 @@ async fn addressing_style(s3: &S3Options, host_bucket: Option<&str>) -> Result<O
     }
 }
 
-/// The value of a variable, if it is set.
-fn variable(name: &TextVariable) -> Option<String> {
-    Some(name.value()?.to_string_lossy().into_owned())
-}
-
-/// The name of the program that AWS's clients send with their own.
-fn app_name() -> Option<AppName> {
-    AppName::new(read_guarded(|| std::env::var("AWS_SDK_UA_APP_ID")).ok()?).ok()
-}
-
 /// The encryption of uploads, and the id of its key.
 fn encryption(s3: &S3Options) -> Result<(Option<ServerSideEncryption>, Option<String>)> {
-    let name = s3.encryption.clone().or_else(|| variable(&S3_ENCRYPTION));
-    let key = s3.kms_key_id.clone().or_else(|| variable(&S3_KMS_KEY_ID));
+    let name = s3.encryption.clone().or_else(|| S3_ENCRYPTION.text());
+    let key = s3.kms_key_id.clone().or_else(|| S3_KMS_KEY_ID.text());
     let parsed = name.as_deref().map(ServerSideEncryption::try_parse).transpose();
     let name = parsed.map_err(|_| {
         Error::InvalidArgument(format!(

@@ -2,7 +2,6 @@
 //! it, its headers are kept. So every rule of the SDK holds: endpoints, sessions of express
 //! buckets, access points.
 
-use std::fmt;
 use std::io::ErrorKind;
 use std::time::{Duration, SystemTime};
 
@@ -64,19 +63,12 @@ impl S3Bucket {
 }
 
 /// A signed request, as the error of its call.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("a request is signed, and not sent")]
 struct Signed {
     url: String,
     headers: Vec<(String, String)>,
 }
-
-impl fmt::Display for Signed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a request is signed, and not sent")
-    }
-}
-
-impl std::error::Error for Signed {}
 
 /// The client of the SDK that sends nothing but requests for sessions.
 #[derive(Debug, Clone)]
