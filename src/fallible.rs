@@ -14,7 +14,10 @@ pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
 
 /// Creates a slice of `len` zeros.
 pub fn try_zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
-    Ok(try_repeat(0, len, &what())?.into_boxed_slice())
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).map_err(|_| out_of_memory(len as u64, what()))?;
+    bytes.resize(len, 0);
+    Ok(bytes.into_boxed_slice())
 }
 
 /// Creates an empty vector with a capacity of `count` items.

@@ -1,6 +1,5 @@
 //! The headers of a file's tensors, as far as they were read.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tensorizer::codec::CompactHeader;
@@ -13,12 +12,12 @@ use crate::calls::signals;
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]
-pub struct HeaderCache(ForkSafeMutex<BTreeMap<usize, Arc<CompactHeader>>>);
+pub struct HeaderCache(ForkSafeMutex<Vec<Option<Arc<CompactHeader>>>>);
 
 impl HeaderCache {
     /// Returns the header of a tensor, if it was read.
     pub fn get(&self, number: usize) -> Option<Arc<CompactHeader>> {
-        self.0.lock().get(&number).cloned()
+        self.0.lock().get(number).cloned().flatten()
     }
 
     /// Returns those of some numbers whose headers were not read.
@@ -38,7 +37,15 @@ impl HeaderCache {
 
     /// Keeps the headers of some tensors.
     pub fn insert(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
-        self.0.lock().extend(numbers.iter().copied().zip(headers.into_iter().map(Arc::new)));
+        let mut headers_by_number = self.0.lock();
+        for (&number, header) in numbers.iter().zip(headers) {
+            if headers_by_number.len() <= number {
+                headers_by_number.resize_with(number + 1, || None);
+            }
+            if let Some(slot) = headers_by_number.get_mut(number) {
+                *slot = Some(Arc::new(header));
+            }
+        }
     }
 }
 

@@ -68,6 +68,9 @@ impl Drop for TensorIterator {
     /// Releases the GIL while it waits for the load, which may read from a Python object.
     fn drop(&mut self) {
         let mut tensors = unpoisoned(self.tensors.get_mut()).take();
+        if tensors.is_none() {
+            return;
+        }
         let dropped = Python::try_attach(|py| py.detach(|| drop(tensors.take())));
         if dropped.is_none() {
             // The interpreter is ending; the load ends with the process.

@@ -50,9 +50,9 @@ pub struct DeviceLayout {
     pub blocks: Vec<BlockLayout>,
     /// The location of each tensor, in the order of the file.
     pub locations: Vec<BlockLocation>,
-    /// The device of each block, as an index into the devices; empty if there is one.
+    /// The device of each block, as an index into the devices; may be empty if there is one.
     pub device_of_block: Vec<usize>,
-    /// The device of each tensor; empty if there is one.
+    /// The device of each tensor; may be empty if there is one.
     pub device_of_tensor: Vec<usize>,
 }
 

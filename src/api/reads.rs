@@ -92,7 +92,7 @@ pub struct Reads<'s> {
 pub struct To<'t, 'd, D> {
     /// Their memory.
     pub destination: D,
-    /// The device of each tensor; empty if there is one.
+    /// The device of each tensor; may be empty if there is one.
     pub devices: &'t [usize],
     /// True if the destination takes only a piece of encryption at a time.
     pub in_pieces: bool,

@@ -7,6 +7,7 @@
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
+use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Escaped, Shortened};
@@ -22,13 +23,35 @@ pub const MAX_DEPTH: usize = 256;
 pub(super) const MARK: char = '\u{1e}';
 
 /// One step of a path.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Deserialize, Serialize)]
-#[serde(untagged, expecting = "expected a string or a non-negative integer")]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
+#[serde(untagged)]
 pub enum Component {
     /// A mapping's key.
     Key(Box<str>),
     /// A list's index.
     Index(u64),
+}
+
+impl<'de> Deserialize<'de> for Component {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct ComponentVisitor;
+        impl Visitor<'_> for ComponentVisitor {
+            type Value = Component;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string or a non-negative integer")
+            }
+
+            fn visit_str<E>(self, key: &str) -> Result<Component, E> {
+                Ok(Component::Key(key.into()))
+            }
+
+            fn visit_u64<E>(self, index: u64) -> Result<Component, E> {
+                Ok(Component::Index(index))
+            }
+        }
+        from.deserialize_any(ComponentVisitor)
+    }
 }
 
 /// A tensor's name: a plain string, or a JSON array in the spelling that is

@@ -45,7 +45,7 @@ pub struct DeviceDestination<'d> {
     pub locations: &'d [BlockLocation],
     /// The route to each device, at least one.
     pub devices: Vec<StagedDevice<'d>>,
-    /// The index of the route to each block; empty if there is one route.
+    /// The index of the route to each block; may be empty if there is one route.
     pub device_of_block: &'d [usize],
 }
 

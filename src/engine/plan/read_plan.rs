@@ -36,7 +36,7 @@ pub struct ReadPlan<'p> {
     pub uses: Vec<ExtentUse>,
     /// For each tensor of the call, the ranges that are wanted of it; None for a whole tensor.
     pub slices: &'p [Option<SliceRanges>],
-    /// The device of each tensor of the call; empty if there is one.
+    /// The device of each tensor of the call; may be empty if there is one.
     pub devices: &'p [usize],
     /// True if the data of a tensor are never cut, because they are encrypted in one piece.
     pub uncut: bool,
