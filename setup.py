@@ -197,7 +197,8 @@ def linked_packages() -> list[dict[str, Any]]:
     """Return the packages that are linked into the libraries, as Cargo describes them."""
     shown = ["--prefix=none", "--format={p}", "--edges=normal,no-proc-macro"]
     linked = set(ask_cargo("tree", "--workspace", *shown).splitlines())
-    packages = json.loads(ask_cargo("metadata", "--format-version=1"))["packages"]
+    target = f"--filter-platform={platform.machine()}-unknown-linux-gnu"
+    packages = json.loads(ask_cargo("metadata", "--format-version=1", target))["packages"]
     found = [one for one in packages if f"{one['name']} v{one['version']}" in linked]
     return sorted(found, key=lambda package: (package["name"], package["version"]))
 

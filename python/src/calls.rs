@@ -307,17 +307,17 @@ pub fn signals_in_save() -> Result<()> {
     check(false)
 }
 
-/// The same for Python code that waits for other members of a group.
+/// The same for Python code that waits for other members of a group, or for its own threads.
 #[pyfunction]
-pub fn check_wait() -> Outcome<()> {
-    const WHAT: &str = "waiting for the other members of the group";
-    let (saves, waiting) = CURRENT.with_borrow(|running| match running {
-        Some(running) => (running.saves, running.waiting.lock().clone()),
-        None => (false, (WHAT.to_owned(), String::new(), SystemTime::UNIX_EPOCH)),
+pub fn check_wait(what: &str) -> Outcome<()> {
+    let saves = CURRENT.with_borrow(|running| {
+        let Some(running) = running else { return false };
+        let mut waiting = running.waiting.lock();
+        if waiting.0 != what {
+            (waiting.0, waiting.2) = (what.to_owned(), SystemTime::now());
+        }
+        running.saves
     });
-    if waiting.0 != WHAT {
-        waits_for(WHAT.to_owned(), &waiting.1);
-    }
     Ok(check(!saves)?)
 }
 

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
+use tensorizer::cancel::Cancel;
 use tensorizer::codec::CompactHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::{ForkSafeMutex, TensorFile, matches_header, read_headers};
 use tensorizer_torch::handles::LentTensors;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
-
-use crate::calls::signals;
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]
@@ -27,10 +26,10 @@ impl HeaderCache {
     }
 
     /// Reads and keeps those of some headers that were not read.
-    fn complete(&self, file: &TensorFile, numbers: &[usize]) -> Result<()> {
+    fn complete(&self, file: &TensorFile, numbers: &[usize], cancel: &dyn Cancel) -> Result<()> {
         let missing = self.missing(numbers);
         if !missing.is_empty() {
-            self.insert(&missing, read_headers(file, &missing, &signals)?);
+            self.insert(&missing, read_headers(file, &missing, cancel)?);
         }
         Ok(())
     }
@@ -57,8 +56,9 @@ pub fn hashes(
     file: &TensorFile,
     headers: &HeaderCache,
     numbers: &[usize],
+    cancel: &dyn Cancel,
 ) -> Result<Vec<NamedHashes>> {
-    headers.complete(file, numbers)?;
+    headers.complete(file, numbers, cancel)?;
     let found = numbers.iter().map(|&number| headers.get(number));
     Ok(found.map(|header| header.iter().flat_map(|header| header.hashes()).collect()).collect())
 }
@@ -69,9 +69,10 @@ pub fn matching(
     headers: &HeaderCache,
     lent: &LentTensors,
     numbers: &[usize],
+    cancel: &dyn Cancel,
 ) -> Result<Vec<bool>> {
     file.check_hashes()?;
-    headers.complete(file, numbers)?;
+    headers.complete(file, numbers, cancel)?;
     let (tensors, mut devices) = (lent.list()?, LentDevices::default());
     let mut out = Vec::with_capacity(numbers.len());
     for (at, &number) in numbers.iter().enumerate() {
@@ -80,7 +81,7 @@ pub fn matching(
         let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
         let header = headers.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
         let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
-        out.push(same && matches_header(&tensor.data, &header, entry, file.uri(), &signals)?);
+        out.push(same && matches_header(&tensor.data, &header, entry, file.uri(), cancel)?);
     }
     Ok(out)
 }

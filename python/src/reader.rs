@@ -171,7 +171,8 @@ impl Reader {
 
     /// Returns the hashes of tensors in the file: algorithm and value, as messages show them.
     fn hashes(&self, py: Python<'_>, numbers: Vec<usize>) -> Outcome<Vec<NamedHashes>> {
-        Ok(gil::without(py, || hashes(&self.file, &self.headers, &numbers))?)
+        let uri = self.file.uri();
+        self.loads.run_part(py, uri, |go_on| hashes(&self.file, &self.headers, &numbers, go_on))
     }
 
     // With the GIL: the source may be a Python object, which must be dropped with it.
@@ -211,7 +212,9 @@ impl Reader {
     /// Returns the bytes of some entries.
     fn read<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Outcome<Vec<Bound<'py, PyBytes>>> {
         let options = LoadOptions::default();
-        let loaded = gil::without(py, || load(&self.file, &numbers, &options, &signals))?;
+        let loaded = self
+            .loads
+            .run_part(py, self.file.uri(), |go_on| load(&self.file, &numbers, &options, go_on))?;
         Ok(loaded.iter().map(|entry| python_bytes(py, entry.bytes())).collect::<PyResult<_>>()?)
     }
 
@@ -437,9 +440,9 @@ impl Reader {
 
     /// Compares lent tensors with the bytes, types and shapes of these tensors of the file.
     fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Outcome<Vec<bool>> {
-        Ok(gil::without(py, || {
+        self.loads.run_part(py, self.file.uri(), |go_on| {
             let lent = borrow(&handle.0)?;
-            matching(&self.file, &self.headers, &lent, &numbers)
-        })?)
+            matching(&self.file, &self.headers, &lent, &numbers, go_on)
+        })
     }
 }

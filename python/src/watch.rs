@@ -169,7 +169,19 @@ impl LoadState {
 
     /// Begins a load as a part of the call that this thread is in.
     pub fn enter(&self, uri: &str) -> Entered {
+        *self.watch.last_report.lock() = Some(Instant::now());
         calls::enter_part("loading", uri, self.reading.lock().timeout, &self.traffic)
+    }
+
+    /// Runs a part of a load without the GIL.
+    pub fn run_part<T: Send>(
+        &self,
+        py: Python<'_>,
+        uri: &str,
+        part: impl FnOnce(&dyn Cancel) -> Result<T> + Send,
+    ) -> Outcome<T> {
+        let (_part, closed) = (self.enter(uri), self.closed());
+        Ok(gil::without(py, || part(&|| self.report_and_check(uri, closed, (0, 0))))?)
     }
 
     /// Runs a load without the GIL. Its progress is reported while it runs, and it is logged.

@@ -107,7 +107,7 @@ class LoaderOptions:
         """
         if self.encryption_keyfile is None:
             return None
-        with open_stream(self.encryption_keyfile) as stream:
+        with open_stream(self.encryption_keyfile, timeout=self.timeout) as stream:
             key = key_of(stream.read(), f"encryption_keyfile {stream.name}")
         return DecryptionParams.from_key(key)
 

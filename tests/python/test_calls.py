@@ -1,6 +1,7 @@
 """Calls that are ended from outside, and what their operator sees of them."""
 
 import contextlib
+import io
 import itertools
 import logging
 import re
@@ -69,12 +70,23 @@ def of_rank(call):
         raise error.failures[0][0] from None
 
 
+def module():
+    """Return a module with tensors of the names in the file."""
+    made = torch.nn.Module()
+    for name in TENSORS:
+        made.register_buffer(name, torch.zeros(MB // 4))
+    return made
+
+
 LIMIT = {"timeout": 0.3}
 READS = {
     "load": lambda url: tensorizer.load(url, "cpu", **LIMIT),
     "iterate": lambda url: list(tensorizer.iterate(url, "cpu", **LIMIT)),
     "TensorDeserializer": lambda url: TensorDeserializer(url, "cpu", **LIMIT),
     "lazy": lambda url: TensorDeserializer(url, "cpu", lazy_load=True, **LIMIT)["t7"],
+    "verify_module": lambda url: TensorDeserializer(
+        url, "cpu", lazy_load=True, **LIMIT
+    ).verify_module(module()),
     "stream": lambda url: open_stream(url, **LIMIT).read(),
     "CURLStreamFile": lambda url: CURLStreamFile(url, **LIMIT).read(),
 }
@@ -103,7 +115,7 @@ def test_a_read_ends_by_its_time_limit(data, way):
 def test_an_opening_ends_by_its_time_limit(way):
     with silent() as host:
         url = f"http://{host}/f"
-        said = rf"timeout=0\.\d+ s passed while opening `{url}"
+        said = rf"timeout=0.3 s passed while (opening|fetching .* of) `{url}"
         with ended_within(10, TimeoutError, match=said):
             (READS | OPENINGS)[way](url)
 
@@ -207,7 +219,7 @@ def in_thread(work):
     return thread, errors
 
 
-@pytest.mark.parametrize("way", ["items", "module", "stream", "iterate"])
+@pytest.mark.parametrize("way", ["items", "tree", "verify_module", "stream", "iterate"])
 def test_close_ends_what_another_thread_does(data, way):
     with FaultServer(data, stalls) as server:
         if way == "stream":
@@ -218,7 +230,11 @@ def test_close_ends_what_another_thread_does(data, way):
             work = lambda: list(opened)  # noqa: E731
         else:
             opened = TensorDeserializer(server.url, "cpu", lazy_load=True)
-            work = (lambda: list(opened.items())) if way == "items" else opened.tree
+            work = {
+                "items": lambda: list(opened.items()),
+                "tree": opened.tree,
+                "verify_module": lambda: opened.verify_module(module()),
+            }[way]
         thread, errors = in_thread(work)
         while len(server.requests) < 2:
             time.sleep(0.01)
@@ -227,6 +243,58 @@ def test_close_ends_what_another_thread_does(data, way):
         thread.join(20)
         assert time.monotonic() - begun < 10
         assert [type(error) for error in errors] == [ClosedError]
+
+
+def test_an_iterator_that_was_closed_between_two_tensors_says_so(tmp_path):
+    """Otherwise a thread would go on with a part of the weights."""
+    tensorizer.save(TENSORS, tmp_path / "f.tensors")
+    for by_other in (True, False):
+        iterator = tensorizer.iterate(tmp_path / "f.tensors", "cpu")
+        next(iterator)
+        if by_other:
+            thread, _ = in_thread(iterator.close)
+            thread.join()
+            with pytest.raises(ClosedError, match="closed by another thread"):
+                list(iterator)
+        else:
+            iterator.close()
+            assert list(iterator) == []
+
+
+def test_a_file_object_is_not_closed_while_it_is_read(tmp_path):
+    tensorizer.save(TENSORS, tmp_path / "f.tensors")
+
+    class File(io.BytesIO):
+        reading, closed_early = False, False
+
+        def readinto(self, into):
+            File.reading = True
+            time.sleep(0.1)
+            done = super().readinto(into)
+            File.reading = False
+            return done
+
+        def close(self):
+            File.closed_early = File.closed_early or File.reading
+            super().close()
+
+    iterator = tensorizer.iterate(File((tmp_path / "f.tensors").read_bytes()), "cpu")
+    next(iterator)
+    iterator.close()
+    assert not File.closed_early
+
+
+def test_the_end_of_the_program_ends_what_fetches_small_files():
+    code = """
+import sys, threading, time
+from tensorizer.transformers import load_config
+threading.Thread(target=load_config, args=(sys.argv[1],)).start()
+time.sleep(1)
+"""
+    with silent() as host:
+        begun = time.monotonic()
+        run_python(code, f"http://{host}/model", env={"TENSORIZER_STALL_SECONDS": "600"})
+        assert time.monotonic() - begun < 100
 
 
 # The end of the program

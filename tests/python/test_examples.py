@@ -284,7 +284,7 @@ def test_the_exporter_for_prometheus(tmp_path):
         for _ in range(300):
             with contextlib.suppress(OSError):
                 text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-                if "calls" in text:
+                if "calls" in text and "running 0" in text:
                     break
             time.sleep(0.1)
         server.communicate(b"\n")

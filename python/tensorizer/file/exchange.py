@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._native import check_wait
 from ..group.blocks import Block, BlockPlan, Layout, Piece, aligned, common, sized
 from ..group.members import Members
 from ..group.wishes import MergedWishes, with_all_dims
@@ -190,6 +191,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
     def _wait_for(self, read: Future[None]) -> None:
         # Waits with a time-out are ended by every kind of interruption.
         while not wait([read], _PAUSE).done:
+            check_wait(f"loading `{self._file.uri}`")
             self._reporter.flush()
         read.result()
         self._reporter.flush()
@@ -388,7 +390,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         """End the reads that are under way."""
         if not self._ended:
             self._ended = True
-            self._file.close()
+            self._file.reader.close()
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._in_flight.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .._calls import limited
 from .._errors import FormatError
+from .._native import Call
 from .._types import Name
 from .encryption import DecryptionParams
 from .open_file import OpenFile
@@ -78,7 +79,6 @@ def _metadata(file: OpenFile) -> dict[str, str]:
         return {}
 
 
-@limited
 def info(
     uri: str | os.PathLike[Any] | Any,
     *,
@@ -102,7 +102,8 @@ def info(
         OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
 
     """
-    with OpenFile(uri, encryption=encryption, key_needed=False, headers=headers) as file:
+    opened = functools.partial(OpenFile, encryption=encryption, key_needed=False, headers=headers)
+    with Call("info", timeout), opened(uri) as file:
         reader = file.reader
         every = range(len(file))
         files = tuple(reader.files())

@@ -159,6 +159,8 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
         self._names = plan.keys_by_number()
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()
         self._ended = False
+        #: The thread that has closed the iterator before its end, or None.
+        self._closer: int | None = None
         self._process = os.getpid()
         #: The thread that waits for tensors, and that calls ``progress=`` meanwhile.
         self._waiting_thread: int | None = None
@@ -188,6 +190,8 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
 
     def _wait(self) -> None:
         """Wait for the next tensors."""
+        if self._ended and self._closer not in (None, threading.get_ident()):
+            raise ClosedError("the iterator was closed by another thread")
         if self._ended:
             raise StopIteration
         try:
@@ -211,7 +215,7 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
         except BaseException as error:
             self._waiting_thread = None
             was_closed = self._ended
-            self.close()
+            self._close()
             if was_closed and isinstance(error, Exception):
                 raise ClosedError("the iterator was closed by another thread") from error
             raise
@@ -221,6 +225,11 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
     def close(self) -> None:
         """End the load that is under way, and close the file. Closing again does nothing."""
         self._refuse_call_from_progress()
+        if not self._ended:
+            self._closer = threading.get_ident()
+        self._close()
+
+    def _close(self) -> None:
         self._ended = True
         if self._process == os.getpid():
             self._batches.close()

@@ -65,7 +65,7 @@ class LazyShards:
         """Close all files. Closing again does nothing."""
         self._closed = True
         self._index.close()
-        for reader in self._opened.values():
+        for reader in list(self._opened.values()):
             reader.close()
         if self._whole is not None:
             self._whole.close()

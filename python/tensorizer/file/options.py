@@ -7,10 +7,9 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from .._calls import limited
+from .._native import Call
 from .._numbers import check_number
 from .._types import Hashes, VerifyHash
 from . import hints
@@ -166,7 +165,7 @@ def takes(options: type) -> Callable[[_Function], _Function]:
         *own, rest = signature.parameters.values()
         others = [rest] if rest.name == "kwargs" else []
         known = {one.name for one in (*own, *shown)}
-        called = limited(function, options is SaveOptions)
+        name_of_function = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +175,9 @@ def takes(options: type) -> Callable[[_Function], _Function]:
                         f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
                         f"{hints.of_option(name, known)}"
                     )
-            return called(*args, **kwargs)
+            # Warnings of the function count the frames up to its caller.
+            with Call(name_of_function, kwargs.get("timeout"), options is SaveOptions):
+                return function(*args, **kwargs)
 
         checked.__signature__ = signature.replace(parameters=[*own, *shown, *others])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
@@ -224,13 +225,17 @@ def check_reading(**options: Unpack[ReadOptions]) -> None:
         TypeError, ValueError: See :class:`ReadOptions`.
 
     """
+    Call("", options.get("timeout"))
     check_num_readers(options.get("num_readers"))
     checked_verification(options.get("verify_hash"))
     native_decryption(options.get("encryption"))
     checked_memory_limit(options.get("memory_limit"))
     cache_dir = options.get("cache_dir")
     check_number("max_bytes_per_second", options.get("max_bytes_per_second"), wanted="positive")
-    if not isinstance(options.get("headers"), (Mapping, NoneType)):
-        raise TypeError(f"headers must be strings by name or None, not {options['headers']!r}")
+    headers = options.get("headers") or {}
+    if not isinstance(headers, Mapping) or not all(
+        isinstance(text, str) for pair in headers.items() for text in pair
+    ):
+        raise TypeError(f"headers must be strings by name or None, not {headers!r}")
     if cache_dir is not None and not isinstance(cache_dir, (str, bytes, os.PathLike)):
         raise TypeError(f"cache_dir must be the path of a folder or None, not {cache_dir!r}")

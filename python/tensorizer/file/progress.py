@@ -88,7 +88,7 @@ class ProgressReporter:
 
     def finish(self) -> None:
         """Report that everything is done."""
-        if self._callback is not None:
+        if self._done < self.total:
             self._report(self.total)
 
     def _report(self, done: int) -> None:

@@ -64,7 +64,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""
         # Another thread may be loading a strided tensor, which the native iterator does not know.
-        self._read.close()
+        self._read.reader.close()
         if (native := self._native) is not None:
             native.close()
 

@@ -206,7 +206,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
         (dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size() * bool(tensor.numel())
 
 
 def _bytes(size: int | str) -> int:

@@ -332,7 +332,8 @@ def on_thread(
                     _start(run)
                 # A signal ends the wait at once, ``_thread.interrupt_main`` when it is over.
                 while not ended.wait(20 * _PAUSE):
-                    check_wait()
+                    if seconds > _STORE_SECONDS:
+                        check_wait("waiting for the other members of the group")
                     if time.monotonic() > until:
                         raise TimeoutError(f"no answer within {seconds:.0f} s")
             except BaseException as error:

@@ -138,12 +138,15 @@ class Members:
 
         def connect(leaving: threading.Event) -> None:
             # Known at once: an interruption at any later place must be told to the others.
-            self._connections = calls.connect(self.rank, self._timeout, leaving)
+            try:
+                self._connections = calls.connect(self.rank, self._timeout, leaving)
+            except TimeoutError as error:
+                raise RuntimeError(str(error)) from error
 
         try:
             try:
                 _, interruption = on_thread(connect, seconds)
-            except (RuntimeError, TimeoutError, dist.DistError) as error:
+            except (RuntimeError, dist.DistError) as error:
                 raise GroupError(
                     f"rank {self.rank} of {self.size} did not meet the other members of its group: "
                     f"{error}"

@@ -80,7 +80,7 @@ class safe_open:
             number, the first device of its type.
         backend: ``"mmap"`` or ``"pread"``: read local files instead of mapping them.
         timeout: The seconds that opening, and each later load, may take; then it is a
-            ``TimeoutError``. None for no limit.
+            ``TimeoutError``. None for no limit. Not for other frameworks.
 
     Raises:
         FileNotFoundError: There is no such file.

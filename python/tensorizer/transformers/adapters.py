@@ -139,4 +139,4 @@ def _warn(peft: Any, folder: ModelFolder, config: Any, name: str, found: Any) ->
         ("has keys that the model does not use", unknown),
     ):
         if keys:
-            warnings.warn(f"{folder.shown} {what}: {', '.join(keys)}", stacklevel=3)
+            warnings.warn(f"{folder.shown} {what}: {', '.join(keys)}", stacklevel=4)

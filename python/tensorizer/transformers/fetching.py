@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from .._errors import FormatError
-from .._native import time_left
+from .._native import Call, check_wait, time_left
 from ..streams.open import open_stream
 from ..streams.remote import RemoteFile
 from .folders import ModelFolder
@@ -22,6 +23,8 @@ CONFIG_BYTES = 10 << 20
 FILE_BYTES = 200 << 20
 #: Requests at a time.
 _CONCURRENT_REQUESTS = 6
+#: Seconds between two looks at what ends the call.
+_PAUSE = 0.05
 
 
 class FetchedFiles:
@@ -75,19 +78,31 @@ class FetchedFiles:
         if not names:
             return
         left = time_left()
+
+        def fetch(name: str) -> tuple[str, bytes | None]:
+            # The caller's own limit passes first.
+            with Call("fetching", None if left is None else left + 0.1):
+                return self._fetch_one(name)
+
         # The threads of this pool are daemons: one that hangs does not delay the program's end.
         with ThreadPool(min(_CONCURRENT_REQUESTS, len(names))) as pool:
-            for name, data in pool.imap_unordered(lambda name: self._fetch_one(name, left), names):
+            fetched = pool.imap_unordered(fetch, names)
+            for _ in names:
+                while True:
+                    check_wait(f"fetching {', '.join(names)} of `{self._folder.shown}`")
+                    with contextlib.suppress(multiprocessing.TimeoutError):
+                        name, data = fetched.next(_PAUSE)
+                        break
                 if data is not None:
                     target = self.path / name
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(data)
 
-    def _fetch_one(self, name: str, timeout: float | None) -> tuple[str, bytes | None]:
+    def _fetch_one(self, name: str) -> tuple[str, bytes | None]:
         """Return a file's name and content; None if the server has none, or does not give it."""
         bound = CONFIG_BYTES if name.endswith("config.json") else FILE_BYTES
         try:
-            opened = open_stream(self._folder.join(name), headers=self._headers, timeout=timeout)
+            opened = open_stream(self._folder.join(name), headers=self._headers)
         except FileNotFoundError:
             return name, None
         except PermissionError as error:

@@ -86,19 +86,39 @@ def closed_by_another_thread(folder):
         uri, _, _ = of_kind(folder, "tensors")
         iterator = iterate(uri)
         next(iterator)
+        until = time.monotonic() + 60
         if rank:
-            while not flag.exists():
+            while not flag.exists() and time.monotonic() < until:
                 time.sleep(0.01)
             return caught(lambda: list(iterator))[0]
         found = []
         thread = threading.Thread(target=lambda: found.append(caught(lambda: list(iterator))[0]))
         thread.start()
-        time.sleep(0.3)
+        while iterator._waiting_thread is None and time.monotonic() < until:
+            time.sleep(0.01)
         with contextlib.suppress(tensorizer.GroupError):
             iterator.close()
         flag.touch()
         thread.join()
         return found[0]
+
+
+def time_limit(folder):
+    """The other rank does not come; it is not the group that has failed."""
+    with group() as (rank, _):
+        uri, _, _ = of_kind(folder, "tensors")
+        if rank == 0:
+            begun = time.monotonic()
+            error, text = caught(
+                lambda: tensorizer.load(uri, "cpu", group=dist.group.WORLD, timeout=1)
+            )
+            assert time.monotonic() - begun < 30
+            Path(folder, "late").touch()
+            return [error, "timeout=1 s passed while waiting for the other members" in text]
+        until = time.monotonic() + 60
+        while not Path(folder, "late").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return []
 
 
 def fail(*_):
