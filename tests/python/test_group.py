@@ -59,6 +59,9 @@ def test_an_iterator_that_another_thread_closes_says_so(ranks, folder):
 def test_a_time_limit_is_no_failure_of_the_group(ranks, folder):
     (folder / "late").unlink(missing_ok=True)
     assert ranks.run("one_by_one.time_limit", 2, folder)[0] == ["TimeoutError", True]
+    (folder / "late").unlink()
+    found = ranks.run("one_by_one.slow_rank", 2, folder)
+    assert found == [["TimeoutError", True], ["GroupError"]]
 
 
 def test_iterators_of_a_local_file_do_not_wait_for_each_other(ranks, folder):

@@ -22,6 +22,8 @@ from .._native import check_wait
 
 _T = TypeVar("_T")
 
+#: The work of a call that waits, in the error of a time limit.
+WAITING = "waiting for the other members of the group"
 #: Seconds between two checks of the store: at first; at most, with few members; and, with many, for
 #: each member, as one store serves all of them.
 _PAUSE, _LONGEST_PAUSE, _PAUSE_FOR_EACH = 1e-3, 5e-3, 2e-4
@@ -333,7 +335,7 @@ def on_thread(
                 # A signal ends the wait at once, ``_thread.interrupt_main`` when it is over.
                 while not ended.wait(20 * _PAUSE):
                     if seconds > _STORE_SECONDS:
-                        check_wait("waiting for the other members of the group")
+                        check_wait(WAITING)
                     if time.monotonic() > until:
                         raise TimeoutError(f"no answer within {seconds:.0f} s")
             except BaseException as error:

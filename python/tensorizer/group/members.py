@@ -17,8 +17,17 @@ import torch
 import torch.distributed as dist
 
 from .._errors import GroupError
+from .._native import check_wait
 from . import inherited_group
-from .connections import CallSequence, Connections, broadcasting, gathering, on_thread, timeout_of
+from .connections import (
+    WAITING,
+    CallSequence,
+    Connections,
+    broadcasting,
+    gathering,
+    on_thread,
+    timeout_of,
+)
 
 _T = TypeVar("_T")
 
@@ -355,6 +364,7 @@ class Members:
         pause = 1e-4
         try:
             while not work.is_completed():
+                check_wait(WAITING)
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
                 if time.monotonic() > look:

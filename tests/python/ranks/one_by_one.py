@@ -121,6 +121,24 @@ def time_limit(folder):
         return []
 
 
+def slow_rank(folder):
+    """The other rank comes, and then takes no more."""
+    fetch_together(BATCH)
+    with group() as (rank, _):
+        uri, _, _ = of_kind(folder, "tensors")
+        begun = time.monotonic()
+        if rank == 0:
+            error, text = caught(lambda: list(iterate(uri, timeout=3)))
+            assert time.monotonic() - begun < 30
+            Path(folder, "late").touch()
+            return [error, "timeout=3 s passed while waiting for the other members" in text]
+        iterator = iterate(uri)
+        next(iterator)
+        while not Path(folder, "late").exists() and time.monotonic() < begun + 60:
+            time.sleep(0.01)
+        return [caught(lambda: list(iterator))[0]]
+
+
 def fail(*_):
     raise OSError(5, "Input/output error", "somewhere")
 
