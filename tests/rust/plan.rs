@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use tensorizer::engine::plan::{
-    BatchLimits, BlockLocation, Extent, LargeTensors, MemoryLayout, Segment, SegmentKind, pack,
+    BatchLimits, BlockLocation, Extent, LargeTensors, MemoryLayout, Segment, SegmentKind,
     partition, plan_staging,
 };
 use tensorizer::numbers::ExtentNumber;
@@ -103,24 +103,6 @@ proptest! {
             prop_assert!(part.len() <= part_len + part_len / 2 + 100);
         }
     }
-
-    #[test]
-    fn packed_buffers_are_aligned_and_disjoint(lens in prop::collection::vec(0u64..10_000, 0..50)) {
-        let (ranges, total) = pack(lens.iter().map(|&len| Some(len))).expect("fits");
-        let mut end = 0;
-        for (&(start, len), &wanted) in ranges.iter().zip(&lens) {
-            prop_assert!(start >= end && start % 64 == 0 && start < end + 64);
-            prop_assert_eq!(len as u64, wanted);
-            end = start + len;
-        }
-        prop_assert_eq!(end, total);
-    }
-}
-
-#[test]
-fn lengths_beyond_the_address_space_are_refused() {
-    assert!(pack([Some(u64::MAX - 1), Some(100)].into_iter()).is_none());
-    assert!(pack([Some(1), None].into_iter()).is_none());
 }
 
 proptest! {
