@@ -56,7 +56,7 @@ pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
 }
 
 /// Repeats a system call that a signal interrupts, and checks for cancellation before each attempt:
-/// its error is carried by the one of the system, for [`Error::of_io`].
+/// its error is carried by the one of the system, for `Error::of_io`.
 pub fn retry_interrupted<T>(
     cancel: &dyn Cancel,
     mut call: impl FnMut() -> io::Result<T>,
