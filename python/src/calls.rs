@@ -46,7 +46,9 @@ impl Running {
     }
 }
 
-static RUNNING: PerProcess<ForkSafeMutex<Vec<Arc<Running>>>> = PerProcess::new();
+type RunningCalls = ForkSafeMutex<Vec<Arc<Running>>>;
+
+static RUNNING: PerProcess<RunningCalls> = PerProcess::new();
 
 /// The end of a time limit, and its seconds.
 type TimeLimit = (Instant, f64);
@@ -72,8 +74,8 @@ fn time_limit(seconds: f64) -> TimeLimit {
 
 /// This thread is in a call until this is dropped, on the same thread.
 pub struct Entered {
-    /// The call, unless this is a part of another call.
-    outermost: Option<Arc<Running>>,
+    /// The call, and the list that it is in, unless this is a part of another call.
+    outermost: Option<(Arc<Running>, &'static RunningCalls)>,
     outer_limit: Option<TimeLimit>,
     outer_traffic: Option<Arc<Traffic>>,
 }
@@ -104,10 +106,11 @@ fn enter(
             counters: Counters::default(),
             heartbeat: ForkSafeMutex::default(),
         });
-        RUNNING.get().lock().push(Arc::clone(&running));
+        let all = RUNNING.get();
+        all.lock().push(Arc::clone(&running));
         CURRENT.set(Some(Arc::clone(&running)));
         LAST_HEARTBEAT.set(Some(Instant::now()));
-        running
+        (running, all)
     });
     Entered { outermost, outer_limit, outer_traffic }
 }
@@ -147,7 +150,8 @@ impl Entered {
 
     /// Publishes the failure of the call, unless it is a part of another call.
     pub fn failed(&self, error: &dyn std::fmt::Display) {
-        if let Some(Running { saves, waiting, counters, .. }) = self.outermost.as_deref() {
+        if let Some((running, _)) = &self.outermost {
+            let Running { saves, waiting, counters, .. } = &**running;
             let what = if *saves { "save" } else { "load" };
             counters.publish_failure(what, &waiting.lock().1, error.to_string());
         }
@@ -158,9 +162,9 @@ impl Drop for Entered {
     fn drop(&mut self) {
         LIMIT.set(self.outer_limit);
         traffic::set_current(self.outer_traffic.take());
-        if let Some(running) = &self.outermost {
+        if let Some((running, all)) = &self.outermost {
             CURRENT.set(None);
-            RUNNING.get().lock().retain(|other| !Arc::ptr_eq(other, running));
+            all.lock().retain(|other| !Arc::ptr_eq(other, running));
         }
     }
 }

@@ -30,6 +30,7 @@ def limited(function: _Function, saves: bool = False) -> _Function:
     return call  # type: ignore[return-value]
 
 
+#: The same for a function that writes.
 limited_save = functools.partial(limited, saves=True)
 
 

@@ -84,7 +84,7 @@ class FileWriter:
         closes_stream: bool = True,
     ) -> None:
         self._target, self._timeout = file_obj, timeout
-        self._call()  # refuses a time limit that is none
+        self._call()  # refuses a time limit that is not positive
         self._stream: Any = None
         self._writer: TensorWriter | None = None
         self._process = os.getpid()

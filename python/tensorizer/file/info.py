@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Mapping
@@ -102,8 +101,10 @@ def info(
         OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
 
     """
-    opened = functools.partial(OpenFile, encryption=encryption, key_needed=False, headers=headers)
-    with Call("info", timeout), opened(uri) as file:
+    with (
+        Call("info", timeout),
+        OpenFile(uri, encryption=encryption, key_needed=False, headers=headers) as file,
+    ):
         reader = file.reader
         every = range(len(file))
         files = tuple(reader.files())

@@ -190,10 +190,8 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
 
     def _wait(self) -> None:
         """Wait for the next tensors."""
-        if self._ended and self._closer not in (None, threading.get_ident()):
-            raise ClosedError("the iterator was closed by another thread")
         if self._ended:
-            raise StopIteration
+            raise self._error_of_end()
         try:
             # Any error or interrupt closes the iterator, so that no tensor is skipped without an
             # error.
@@ -217,10 +215,15 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             was_closed = self._ended
             self._close()
             if was_closed and isinstance(error, Exception):
-                raise ClosedError("the iterator was closed by another thread") from error
+                raise self._error_of_end() from error
             raise
         finally:
             self._waiting_thread = None
+
+    def _error_of_end(self) -> Exception:
+        if self._closer in (None, threading.get_ident()):
+            return StopIteration()
+        return ClosedError("the iterator was closed by another thread")
 
     def close(self) -> None:
         """End the load that is under way, and close the file. Closing again does nothing."""

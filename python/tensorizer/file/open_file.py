@@ -91,7 +91,7 @@ class OpenFile:
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
         #: The options with which it is opened again.
-        self._server: LoadOptions = {**options, "encryption": None, "sha256": None}
+        self._options: LoadOptions = {**options, "encryption": None, "sha256": None}
         #: The identity of each file, which later content does not have; None if it has none.
         self._identities: list[str | None] = []
         #: Readers of parts, to be closed with this file.
@@ -282,7 +282,7 @@ class OpenFile:
                 "no strong ETag, which would show whether the file is still the same: pass "
                 "lazy_load=True, so that it stays open"
             )
-        with OpenFile(self._name, key_needed=False, **self._server) as again:
+        with OpenFile(self._name, key_needed=False, **self._options) as again:
             if again._identities != self._identities:
                 raise ValueError(
                     f"{self.reader.uri} has changed since it was loaded: pass lazy_load=True, so "

@@ -53,7 +53,7 @@ class ReadOptions(TypedDict, total=False):
             host after a redirect.
         timeout: The seconds that the whole call may take, opening included; then it is a
             ``TimeoutError``, which says what was waited for. An object that reads later, such as a
-            :class:`TensorDeserializer` with ``lazy_load``, gives each later call as much time; that
+            :class:`TensorDeserializer` with ``lazy_load``, gives each later read as much time; that
             of :func:`iterate` counts until its last tensor. None for no limit.
 
     """
@@ -225,7 +225,7 @@ def check_reading(**options: Unpack[ReadOptions]) -> None:
         TypeError, ValueError: See :class:`ReadOptions`.
 
     """
-    Call("", options.get("timeout"))
+    Call("", options.get("timeout"))  # refuses a time limit that is not positive
     check_num_readers(options.get("num_readers"))
     checked_verification(options.get("verify_hash"))
     native_decryption(options.get("encryption"))

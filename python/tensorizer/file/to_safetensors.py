@@ -202,11 +202,13 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of a tensor, and of the byte after its last."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
     last = sum(
         (dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size() * bool(tensor.numel())
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _bytes(size: int | str) -> int:

@@ -22,7 +22,7 @@ from .._native import check_wait
 
 _T = TypeVar("_T")
 
-#: The work of a call that waits, in the error of a time limit.
+#: The reason of a wait, in the error of a time limit.
 WAITING = "waiting for the other members of the group"
 #: Seconds between two checks of the store: at first; at most, with few members; and, with many, for
 #: each member, as one store serves all of them.
@@ -334,6 +334,7 @@ def on_thread(
                     _start(run)
                 # A signal ends the wait at once, ``_thread.interrupt_main`` when it is over.
                 while not ended.wait(20 * _PAUSE):
+                    # A member that leaves tells the others, even if its time has passed.
                     if seconds > _STORE_SECONDS:
                         check_wait(WAITING)
                     if time.monotonic() > until:
