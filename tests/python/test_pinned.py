@@ -1,5 +1,6 @@
 """Files whose SHA-256 is stated: whatever their address and format, only these bytes are loaded."""
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -8,8 +9,8 @@ import sys
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same
-from scripted import FaultServer
+from conftest import assert_same, run_python
+from scripted import FaultServer, Scripted
 from tensorizer import DamagedFileError, TensorDeserializer
 
 MB = 1 << 20
@@ -156,3 +157,38 @@ def test_the_command_takes_the_output_of_sha256sum(tmp_path):
     status, said = run("cp", "-q", "--sha256", OTHER, one, tmp_path / "d.tensors")
     assert status != 0 and "the caller expects" in said
     assert not (tmp_path / "d.tensors").exists()
+
+
+LONG = """
+import resource, sys, tensorizer
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    tensorizer.load(sys.argv[1], "cpu", sha256="0" * 64, names=["t0"], timeout=100)
+except OSError as error:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, type(error).__name__)
+"""
+
+
+def test_a_length_that_a_server_states_takes_no_memory(tmp_path):
+    """It states 2^50 bytes, and has no more than the file."""
+    tensorizer.save(TENSORS, tmp_path / "f.tensors")
+    data = (tmp_path / "f.tensors").read_bytes()
+
+    class Endless(Scripted):
+        def answer(self, handler):
+            start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+            body = data[start : end + 1]
+            handler.send_response(206 if body else 416)
+            if body:
+                stated = f"bytes {start}-{start + len(body) - 1}/{2**50}"
+                handler.send_header("Content-Range", stated)
+                handler.send_header("ETag", '"one"')
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            with contextlib.suppress(OSError):
+                handler.wfile.write(body)
+
+    with Endless() as server:
+        done = run_python(LONG, f"http://127.0.0.1:{server.port}/f.tensors")
+    kib, error = done.stdout.split()
+    assert int(kib) < 600_000 and error != "TimeoutError", done.stdout
