@@ -1,4 +1,4 @@
-"""What an operator sees of calls, and calls that meet a server or a machine in trouble."""
+"""Records, progress and errors of calls, and calls that meet a server or a machine in trouble."""
 # ruff: noqa: F811  # parameters are fixtures
 
 import logging

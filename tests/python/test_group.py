@@ -51,9 +51,10 @@ def test_a_rank_that_closes_its_iterator_ends_those_of_the_others(ranks, folder)
 
 
 def test_an_iterator_that_another_thread_closes_says_so(ranks, folder):
-    (folder / "closed").unlink(missing_ok=True)
-    found = ranks.run("one_by_one.closed_by_another_thread", 2, folder)
-    assert found == ["ClosedError", "GroupError"]
+    own, other = ranks.run("one_by_one.closed_by_another_thread", 2, folder, 20)
+    assert own == [["ClosedError", "the iterator was closed by another thread"]] * 20
+    assert [one[0] for one in other] == ["GroupError"] * 20
+    assert all("rank 0 of the group has closed its iterator" in one[1] for one in other)
 
 
 def test_a_time_limit_is_no_failure_of_the_group(ranks, folder):

@@ -111,6 +111,8 @@ class Members:
         self._connections: Connections | None = None
         self._interrupt: BaseException | None = None
         self._failure_agreed = False
+        #: Why another thread has ended the call, or None.
+        self._end: str | None = None
 
     @staticmethod
     def of(given: dist.ProcessGroup | FreeGroup) -> Members:
@@ -191,7 +193,15 @@ class Members:
         """Give the connections up, so that others do not wait for this process."""
         connections, self._connections = self._connections, None
         if connections is not None and self._process == os.getpid():
-            connections.leave(self.rank, why)
+            connections.leave(self.rank, self._end or why)
+
+    def end(self, why: str) -> None:
+        """Have the thread that exchanges something raise a ``GroupError``, and leave for a reason.
+
+        Only that thread may close the connections: a message that begins on closed ones can wait
+        for ever.
+        """
+        self._end = why
 
     # Values
 
@@ -351,6 +361,8 @@ class Members:
             for begin in begins:
                 work = begin(group)
                 self._wait(work)
+        except GroupError:
+            raise
         except (RuntimeError, dist.DistError) as error:
             # No frame of a traceback may hold the group.
             group = work = None
@@ -365,6 +377,8 @@ class Members:
         try:
             while not work.is_completed():
                 check_wait(WAITING)
+                if self._end is not None:
+                    raise GroupError(f"this member {self._end}")
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
                 if time.monotonic() > look:

@@ -1,6 +1,5 @@
 """Tensors one by one for groups."""
 
-import contextlib
 import ctypes
 import datetime
 import itertools
@@ -78,29 +77,38 @@ def closed_early(folder):
         return error
 
 
-def closed_by_another_thread(folder):
-    """The thread that waits sees that its own iterator was closed; the other rank, by which."""
+def closed_by_another_thread(folder, rounds):
+    """The thread that waits sees that its own iterator was closed; the other rank, by which.
+
+    It is closed before the thread exchanges something, meanwhile, and while it waits.
+    """
     fetch_together(BATCH)
-    flag = Path(folder, "closed")
+    seen = []
     with group() as (rank, _):
         uri, _, _ = of_kind(folder, "tensors")
-        iterator = iterate(uri)
-        next(iterator)
-        until = time.monotonic() + 60
-        if rank:
-            while not flag.exists() and time.monotonic() < until:
-                time.sleep(0.01)
-            return caught(lambda: list(iterator))[0]
-        found = []
-        thread = threading.Thread(target=lambda: found.append(caught(lambda: list(iterator))[0]))
-        thread.start()
-        while iterator._waiting_thread is None and time.monotonic() < until:
-            time.sleep(0.01)
-        with contextlib.suppress(tensorizer.GroupError):
+        for number in range(rounds):
+            iterator = iterate(uri)
+            next(iterator)
+            if rank:
+                dist.barrier()
+                seen.append(caught(lambda one=iterator: list(one)))
+                continue
+            found = []
+
+            def run(one=iterator, found=found):
+                found.append(caught(lambda: list(one)))
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            while iterator._waiting_thread is None:
+                time.sleep(0)
+            time.sleep(5e-4 * number)
             iterator.close()
-        flag.touch()
-        thread.join()
-        return found[0]
+            # The other rank waits so long for this one's tensors.
+            dist.barrier()
+            thread.join()
+            seen += found
+    return sorted(map(tuple, seen))
 
 
 def time_limit(folder):
