@@ -240,16 +240,19 @@ def test_uploaded_bytes_per_second_are_limited(s3):
 def test_sixty_four_connections_need_few_descriptors(nginx, data):
     (nginx.root / "many.tensors").write_bytes(data)
     code = """
-import os, sys, threading, tensorizer
-most, running = [0], [True]
+import os, sys, threading, time, tensorizer
+most, running, until = [0], [True], time.monotonic() + 60
 def count():
     while running[0]:
         most[0] = max(most[0], len(os.listdir("/proc/self/fd")))
 before = len(os.listdir("/proc/self/fd"))
 thread = threading.Thread(target=count)
 thread.start()
-for _ in range(5):
+# On a busy machine a load may end before all of its connections are open.
+loads = 0
+while loads < 5 or (most[0] - before <= 40 and time.monotonic() < until):
     tensorizer.load(sys.argv[1], "cpu", num_readers=64)
+    loads += 1
 running[0] = False
 thread.join()
 print(most[0] - before, 4 * max(8, len(os.sched_getaffinity(0))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -133,14 +132,8 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             plan.device_of(number).type == "cuda" for number in plan.numbers[:1]
         )
         self._ended = False
-        #: Held while a block is awaited: the thread that holds it ends the call if that fails.
-        self._lock = threading.RLock()
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:
-        with self._lock:
-            return self._next_block()
-
-    def _next_block(self) -> list[tuple[int, torch.Tensor]]:
         if self._ended:
             raise StopIteration
         failed: BaseException | None = None
@@ -401,18 +394,17 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._in_flight.clear()
 
-    def close(self) -> None:
-        """End the iteration, and tell members that continue. Closing again does nothing."""
-        if self._ended:
-            return
-        # Another thread may be waiting for a block.
+    def end(self) -> None:
+        """Make a thread that waits for the next block leave the call."""
         self._members.end("has closed its iterator before its end")
         self._file.reader.close()
-        with self._lock:
-            if not self._ended:
-                self._stop()
-                self._members.leave()
-                self._members.raise_interruption()
+
+    def close(self) -> None:
+        """End the iteration, and tell members that continue. Closing again does nothing."""
+        if not self._ended:
+            self._stop()
+            self._members.leave()
+            self._members.raise_interruption()
 
 
 def _within(box: Ranges, around: Ranges) -> Ranges:

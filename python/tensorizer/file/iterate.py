@@ -235,8 +235,9 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
     def _close(self) -> None:
         self._ended = True
         if self._process == os.getpid():
-            self._batches.close()
+            self._batches.end()
             with self._lock:
+                self._batches.close()
                 self._ready.clear()
         self._file.close()
 

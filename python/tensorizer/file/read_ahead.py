@@ -61,12 +61,16 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         ((_, tensor, _),) = self._read.load([number], self._device)
         return [(self._of[number], _own(tensor))]
 
-    def close(self) -> None:
-        """End the load, and wait for its reads and copies. Closing again does nothing."""
+    def end(self) -> None:
+        """End the load, also for a thread that waits for it, and wait for its reads and copies."""
         # Another thread may be loading a strided tensor, which the native iterator does not know.
         self._read.reader.close()
         if (native := self._native) is not None:
             native.close()
+
+    def close(self) -> None:
+        """Free what was loaded. Nothing else uses this any more."""
+        self._native = None
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
