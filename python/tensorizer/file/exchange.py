@@ -395,7 +395,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             self._in_flight.clear()
 
     def end(self) -> None:
-        """Make a thread that waits for the next block leave the call."""
+        """Make another thread leave the call, if one waits for the next block."""
         self._members.end("has closed its iterator before its end")
         self._file.reader.close()
 

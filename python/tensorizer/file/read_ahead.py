@@ -62,14 +62,14 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         return [(self._of[number], _own(tensor))]
 
     def end(self) -> None:
-        """End the load, also for a thread that waits for it, and wait for its reads and copies."""
+        """End the load, for which another thread may be waiting; wait for reads and copies."""
         # Another thread may be loading a strided tensor, which the native iterator does not know.
         self._read.reader.close()
         if (native := self._native) is not None:
             native.close()
 
     def close(self) -> None:
-        """Free what was loaded. Nothing else uses this any more."""
+        """Free the tensors that were loaded and not taken."""
         self._native = None
 
 

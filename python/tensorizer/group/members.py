@@ -111,8 +111,8 @@ class Members:
         self._connections: Connections | None = None
         self._interrupt: BaseException | None = None
         self._failure_agreed = False
-        #: Why another thread has ended the call, or None.
-        self._end: str | None = None
+        #: The reason for which another thread has ended the call, or None.
+        self._end_reason: str | None = None
 
     @staticmethod
     def of(given: dist.ProcessGroup | FreeGroup) -> Members:
@@ -193,15 +193,15 @@ class Members:
         """Give the connections up, so that others do not wait for this process."""
         connections, self._connections = self._connections, None
         if connections is not None and self._process == os.getpid():
-            connections.leave(self.rank, self._end or why)
+            connections.leave(self.rank, self._end_reason or why)
 
     def end(self, why: str) -> None:
-        """Have the thread that exchanges something raise a ``GroupError``, and leave for a reason.
+        """Make a thread that exchanges something with the others raise a ``GroupError``.
 
-        Only that thread may close the connections: a message that begins on closed ones can wait
-        for ever.
+        When that thread leaves the call, the others get this reason. No other thread may close the
+        connections meanwhile: a message that begins on closed ones can wait for ever.
         """
-        self._end = why
+        self._end_reason = why
 
     # Values
 
@@ -377,8 +377,8 @@ class Members:
         try:
             while not work.is_completed():
                 check_wait(WAITING)
-                if self._end is not None:
-                    raise GroupError(f"this member {self._end}")
+                if self._end_reason is not None:
+                    raise GroupError(f"this member {self._end_reason}")
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
                 if time.monotonic() > look:

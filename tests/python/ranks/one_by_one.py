@@ -78,9 +78,9 @@ def closed_early(folder):
 
 
 def closed_by_another_thread(folder, rounds):
-    """The thread that waits sees that its own iterator was closed; the other rank, by which.
+    """A waiting thread sees that its iterator was closed; the other rank, by which rank.
 
-    It is closed before the thread exchanges something, meanwhile, and while it waits.
+    From round to round it is closed later: before the thread exchanges something, or after.
     """
     fetch_together(BATCH)
     seen = []
@@ -100,13 +100,13 @@ def closed_by_another_thread(folder, rounds):
 
             thread = threading.Thread(target=run)
             thread.start()
-            while iterator._waiting_thread is None:
+            while iterator._waiting_thread is None and thread.is_alive():
                 time.sleep(0)
             time.sleep(5e-4 * number)
             iterator.close()
-            # The other rank waits so long for this one's tensors.
-            dist.barrier()
             thread.join()
+            # Only now does the other rank ask for tensors.
+            dist.barrier()
             seen += found
     return sorted(map(tuple, seen))
 
