@@ -56,6 +56,7 @@ struct WriterArguments {
     encryption: Option<Py<Encryption>>,
     metadata: Option<Vec<(String, String)>>,
     clear_metadata: bool,
+    room_for_more: bool,
     memory: Option<u64>,
     reserved_memory: u64,
 }
@@ -76,6 +77,7 @@ impl WriterArguments {
             threads,
             metadata,
             clear_metadata,
+            room_for_more,
             memory,
             reserved_memory,
             ..
@@ -88,6 +90,7 @@ impl WriterArguments {
             identity: None,
             metadata,
             clear_metadata,
+            room_for_more,
             memory: MemoryLimit::of(memory).reserving(reserved_memory),
         })
     }

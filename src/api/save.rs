@@ -360,6 +360,9 @@ impl Writer {
     /// Returns the bytes to reserve for an index whose entries have `used` bytes. Metadata leave
     /// room for later entries.
     fn index_len_for(&self, used: u64) -> u64 {
+        if !self.options.room_for_more {
+            return used + self.trailer_len();
+        }
         index_len_for(used.max(ENTRIES_LEN) + self.trailer_len())
     }
 

@@ -23,6 +23,7 @@ pub fn save_to(
     options: SaveOptions,
     cancel: &dyn Cancel,
 ) -> Result<()> {
+    let options = SaveOptions { room_for_more: false, ..options };
     let mut writer = Writer::new(sink, 0, options)?;
     writer.write(tensors, cancel)?;
     writer.finish(cancel)

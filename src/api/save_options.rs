@@ -62,6 +62,8 @@ pub struct SaveOptions {
     pub metadata: Option<Vec<(String, String)>>,
     /// True if a file with encrypted tensors may have metadata, which are not encrypted.
     pub clear_metadata: bool,
+    /// True to leave room in the index for the tensors of later writes.
+    pub room_for_more: bool,
     /// The memory that a save may have in flight beside its tensors: copies, parts of an upload,
     /// staging buffers. If it is not set, `TENSORIZER_MEMORY_MB` applies.
     pub memory: MemoryLimit,
@@ -86,6 +88,7 @@ impl Default for SaveOptions {
             identity: None,
             metadata: None,
             clear_metadata: false,
+            room_for_more: true,
             memory: MemoryLimit::default(),
         }
     }

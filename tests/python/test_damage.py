@@ -107,7 +107,7 @@ def test_flipped_bits_are_found(path):
     [
         (b"", "it is empty"),
         (b"PK\x05\x06", "a zip archive that holds nothing"),
-        (b"\x80\x02}", "a pickle, which .*: torch.load it once and torch.save it again"),
+        (b"\x80\x02}", "a pickle that torch.save did not write: the program that wrote it"),
         (b"\x1f\x8b\x08", "a gzip file"),
         (b"GGUF\x03", "a GGUF file"),
         (b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull` fetches it"),

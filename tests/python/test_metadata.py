@@ -44,19 +44,25 @@ def read(source):
     return dict(tensorizer.info(source).metadata)
 
 
+def save_with_room(tensors, target, **options):
+    """Save by a serializer, which leaves room in the index for more tensors."""
+    with TensorSerializer(target, **options) as file:
+        file.write_state_dict(tensors)
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "f.tensors"
 
 
 def test_metadata_follow_the_index(path):
-    tensorizer.save(TENSORS, path)
+    save_with_room(TENSORS, path)
     plain = path.read_bytes()
     for none in (None, {}):
-        tensorizer.save(TENSORS, path, metadata=none)
+        save_with_room(TENSORS, path, metadata=none)
         assert path.read_bytes() == plain
         assert read(path) == {}
-    tensorizer.save(TENSORS, path, metadata=METADATA)
+    save_with_room(TENSORS, path, metadata=METADATA)
     data, end = path.read_bytes(), index_end(plain)
     expected = stored(METADATA)
     assert data == plain[: end - len(expected)] + expected + plain[end:]
@@ -69,24 +75,27 @@ def test_metadata_follow_the_index(path):
 
 
 def test_every_way_of_writing(path):
-    def serializer(target):
-        with TensorSerializer(target, metadata=METADATA) as file:
-            file.write_state_dict(TENSORS)
-
     def later(target):
         tensorizer.save_async(TENSORS, target, metadata=METADATA).result(60)
 
-    tensorizer.save(TENSORS, path, metadata=METADATA)
-    expected = path.read_bytes()
-    for write in (serializer, later):
-        write(path)
-        assert path.read_bytes() == expected
-        file = Kept()
-        write(file)
-        assert file.getvalue() == expected
+    def now(target):
+        tensorizer.save(TENSORS, target, metadata=METADATA)
+
+    def with_room(target):
+        save_with_room(TENSORS, target, metadata=METADATA)
+
+    for writes in ((now, later), (with_room, with_room)):
+        writes[0](path)
+        expected = path.read_bytes()
+        for write in writes:
+            write(path)
+            assert path.read_bytes() == expected
+            file = Kept()
+            write(file)
+            assert file.getvalue() == expected
     file = Kept()
     file.write(bytes(100))
-    serializer(file)
+    with_room(file)
     file.seek(100)
     assert read(file) == METADATA
 
@@ -122,6 +131,10 @@ def test_metadata_may_fill_the_reserved_index(path, alignment, count):
     for length in (room - 1, room, room + 1, 1_000_000):
         metadata = {"x": "y" * length}
         tensorizer.save(tensors, path, alignment=alignment, metadata=metadata)
+        data = path.read_bytes()
+        assert index_end(data) == PROLOGUE + entries + len(stored(metadata))
+        assert read(path) == metadata
+        save_with_room(tensors, path, alignment=alignment, metadata=metadata)
         data = path.read_bytes()
         expected = reserved + 4096 if length == room + 1 else reserved
         assert length > room + 1 or index_end(data) == PROLOGUE + expected
@@ -208,7 +221,7 @@ def test_a_manifest_seals_them_and_nothing_else_does(path):
 
 
 def test_damage_is_told_with_its_place_and_tensors_are_loaded(path):
-    tensorizer.save(TENSORS, path, metadata={"name": "value"})
+    save_with_room(TENSORS, path, metadata={"name": "value"})
     data = path.read_bytes()
     end = index_end(data)
     (start, magic) = (end - len(stored({"name": "value"})), end - 16)

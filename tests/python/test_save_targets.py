@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -253,3 +254,19 @@ def test_the_order_of_saves_to_a_server(s3):
     tensorizer.save(NEW, "s3://order/f.tensors")
     first.close()
     holds("s3://order/f.tensors")
+
+
+def test_a_small_file_is_small(tmp_path):
+    for save in (tensorizer.save, lambda *one: tensorizer.save_async(*one).result(60)):
+        save({"a": torch.arange(9.0)}, tmp_path / "small.tensors")
+        assert (tmp_path / "small.tensors").stat().st_size < 500
+        assert tensorizer.load(tmp_path / "small.tensors", verify_hash=True)["a"][8] == 8
+
+
+def test_files_for_writing_alone_are_refused_with_the_mode(tmp_path):
+    for buffering in (-1, 0):
+        with (
+            open(tmp_path / "f", "wb", buffering=buffering) as file,
+            pytest.raises(ValueError, match=re.escape('as of open(path, "wb+")')),
+        ):
+            tensorizer.save({"a": torch.ones(2)}, file)

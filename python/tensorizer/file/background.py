@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import itertools
 import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _native
-from .._types import FileFormat, Name
+from .._types import FileFormat
 from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
@@ -93,19 +94,13 @@ class SaveFuture(Future[None]):
         return asyncio.wrap_future(self).__await__()
 
     def _run(
-        self,
-        call: _native.Call,
-        names: list[Name],
-        tensors: list[list[torch.Tensor]],
-        uri: str,
-        safetensors: bool,
+        self, call: _native.Call, write: Callable[[Any], None], boxed: list[Any], uri: str
     ) -> None:
-        """Save; ``tensors`` is emptied, so that no copy is left when the result is known."""
+        """Write what is in a box, and empty it: no copy is left when the result is known."""
         error = None
         try:
-            with call, self._file as file:
-                write = file.write_safetensors if safetensors else file.write_leaves
-                write(names, tensors.pop())
+            with call, self._file:
+                write(boxed.pop())
         except BaseException as raised:
             error = raised
             logger.error("saving to %s failed: %s", uri, error)
@@ -233,9 +228,12 @@ def save_async(
     with fake_mode.suspended():
         boxed = [_copied(values)]
     call = _native.Call("save_async", options.get("timeout"), True)
-    file = FileWriter(uri, allow_meta=allow_meta, closes_stream=False, **options)
+    file = FileWriter(
+        uri, allow_meta=allow_meta, closes_stream=False, room_for_more=False, **options
+    )
     future = SaveFuture(file, size)
-    _start(future, call, names, boxed, str(uri), safetensors)
+    write = file.write_safetensors if safetensors else file.write_leaves
+    _start(future, call, functools.partial(write, names), boxed, str(uri))
     return future
 
 

@@ -14,7 +14,7 @@ import torch
 from .._errors import GroupError
 from .._native import Call, Handle, Source, TensorWriter
 from .._numbers import check_number
-from .._types import Hashes, Name, TensorType
+from .._types import Name, TensorType
 from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom, WholeFile, warn_of_overtaking
 from ..streams.upload import UploadFile
@@ -22,10 +22,13 @@ from ..tensors import sharding, subclasses, without_data
 from ..tensors.handles import lend
 from . import opening
 from .arguments import checked_memory_limit
-from .encryption import EncryptionParams, native_encryption
+from .encryption import native_encryption
+from .options import SaveOptions
 from .progress import ProgressReporter
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..group.gathered_save import GatheredSave
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -39,19 +42,13 @@ class FileWriter:
 
     Args:
         file_obj: The target, as for :class:`tensorizer.TensorSerializer`.
-        encryption: A key to encrypt the tensors' data with.
         limit_cpu_concurrency: Threads that hash and write at once; None for one per core.
-        alignment: Each tensor's data begin at a multiple of this many bytes in the file.
-        hashes: ``"all"`` or ``"crc32"``.
-        metadata: Strings by name, stored beside the tensors.
-        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         progress: Reports the bytes that are written.
-        memory_limit: The most bytes that a write has in flight beside the tensors.
-        max_bytes_per_second, headers: See :class:`tensorizer.SaveOptions`.
-        timeout: The seconds that each call may take.
         reserved_memory: The bytes of the limit that are reserved for something else.
         allow_meta: True if tensors of the meta device may be recorded without data.
         closes_stream: False to leave a file object of the caller open.
+        room_for_more: False if one write follows: the index gets no room for more tensors.
+        options: See :class:`tensorizer.SaveOptions`. The ``timeout`` is that of each call.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -68,22 +65,15 @@ class FileWriter:
         self,
         file_obj: Any,
         *,
-        encryption: EncryptionParams | None = None,
         limit_cpu_concurrency: int | None = None,
-        alignment: int = 64,
-        hashes: Hashes = "all",
-        metadata: Mapping[str, str] | None = None,
-        clear_metadata: bool = False,
         progress: ProgressReporter | None = None,
-        memory_limit: int | None = None,
-        max_bytes_per_second: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
         reserved_memory: int = 0,
         allow_meta: bool = False,
         closes_stream: bool = True,
+        room_for_more: bool = True,
+        **options: Unpack[SaveOptions],
     ) -> None:
-        self._target, self._timeout = file_obj, timeout
+        self._target, self._timeout = file_obj, options.get("timeout")
         self._call()  # refuses a time limit that is not positive
         self._stream: Any = None
         self._writer: TensorWriter | None = None
@@ -94,25 +84,27 @@ class FileWriter:
         self._complete = False
         self._allow_meta = allow_meta
         self.total_tensor_bytes = 0
-        check_number("alignment", alignment, optional=False)
+        alignment, hashes = options.get("alignment", 64), options.get("hashes", "all")
+        check_number("alignment", alignment, needed=True)
         check_number("limit_cpu_concurrency", limit_cpu_concurrency)
         if hashes not in ("all", "crc32"):
             raise ValueError(f"hashes must be 'all' or 'crc32', not {hashes!r}")
         #: True if the file was dropped because a later save to its path was complete before.
         self.overtaken = False
-        options = {
+        arguments = {
             "alignment": alignment,
             "threads": limit_cpu_concurrency,
             "hashes": hashes,
-            "encryption": native_encryption(encryption),
-            "metadata": _metadata_pairs(metadata),
-            "clear_metadata": bool(clear_metadata),
-            "memory": checked_memory_limit(memory_limit),
+            "encryption": native_encryption(options.get("encryption")),
+            "metadata": _metadata_pairs(options.get("metadata")),
+            "clear_metadata": bool(options.get("clear_metadata")),
+            "room_for_more": room_for_more,
+            "memory": checked_memory_limit(options.get("memory_limit")),
             "reserved_memory": reserved_memory,
         }
-        server = {"max_bytes_per_second": max_bytes_per_second, "headers": headers}
-        stream = open_address(file_obj, "wb", timeout=timeout, **server)
-        self.native = self._writer = _open(stream, options)
+        names = ("max_bytes_per_second", "headers", "timeout")
+        stream = open_address(file_obj, "wb", **{name: options.get(name) for name in names})
+        self.native = self._writer = _open(stream, arguments)
         report = None if progress is None else progress.part()
         if report is not None:
             self.native.watch(report)
@@ -354,12 +346,13 @@ def _open(file_obj: Any, options: dict[str, Any]) -> TensorWriter:
     if isinstance(file, str):
         return TensorWriter.to_path(file, options, getattr(file_obj, "shown", None))
     if not isinstance(file_obj, int):
-        for ability in ("readable", "writable", "seekable"):
-            check = getattr(file_obj, ability, None)
-            if check is not None and not check():
-                raise ValueError(f"expected a {ability} file: {uri}")
         if not hasattr(file_obj, "seek"):
             raise ValueError(f"expected a seekable file: {uri}")
+        for ability in ("seekable", "readable", "writable"):
+            check = getattr(file_obj, ability, None)
+            if check is not None and not check():
+                hint = ', as of open(path, "wb+")' * (ability == "readable")
+                raise ValueError(f"expected a {ability} file{hint}: {uri}")
     if isinstance(file, int):
         return TensorWriter.to_fd(file, uri, base, options)
     return TensorWriter.to_object(file, uri, base, options)

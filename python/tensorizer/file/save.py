@@ -81,13 +81,20 @@ def save(
         raise ValueError("max_shard_size= is for safetensors files")
     leaves = named_leaves(tensors)
     reporter = ProgressReporter(progress, data_bytes(leaves[1]))
+    # These are written a few at a time.
+    any_sharded = any(map(sharding.is_sharded, leaves[1]))
 
     def opened() -> FileWriter:
         return FileWriter(
-            uri, progress=reporter, allow_meta=allow_meta, closes_stream=False, **options
+            uri,
+            progress=reporter,
+            allow_meta=allow_meta,
+            closes_stream=False,
+            room_for_more=any_sharded,
+            **options,
         )
 
-    if any(map(sharding.is_sharded, leaves[1])):
+    if any_sharded:
         from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
         gathering = GatheredSave(leaves[1], uri)

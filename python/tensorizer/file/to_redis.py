@@ -32,14 +32,14 @@ def copy_to_redis(
     numbers: Sequence[int],
     client: Any,
     prefix: str,
-    force: bool,
     *,
-    memory_limit: int | None = None,
+    force: bool,
+    limit: int | None,
 ) -> None:
     """Store some of a file's tensors under ``<prefix>:<name>:<position in the file>``.
 
     The header of the file is stored last, so that a copy that failed is not taken for a file. With
-    a ``memory_limit``, values are no longer than a fourth of the memory that it leaves.
+    a ``limit`` of memory, values are no longer than a fourth of the memory that it leaves.
 
     Raises:
         ValueError: The limit is too small for one value.
@@ -56,9 +56,8 @@ def copy_to_redis(
             "keys of a file, and an address names one; use a server outside of a cluster"
         )
     min_memory = reader.minimum_memory(False, False)
-    held, _ = split_tensor_memory(
-        memory_limit, _UNLIMITED, _HELD_BATCHES * _MIN_VALUE_BYTES, min_memory
-    )
+    least = _HELD_BATCHES * _MIN_VALUE_BYTES
+    held, _ = split_tensor_memory(limit, _UNLIMITED, least, min_memory)
     longest = min(_MAX_VALUE_BYTES, held // _HELD_BATCHES)
     head = reader.head_of(numbers)
     wanted = numbers if force else _missing(reader, numbers, client, prefix)

@@ -27,10 +27,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def save_safetensors(
-    tensors: Mapping[Any, Any],
-    uri: str | os.PathLike[Any] | Any,
-    max_shard_size: int | str | None,
-    **options: Any,
+    tensors: Mapping[Any, Any], uri: Any, max_shard_size: int | str | None, **options: Any
 ) -> Any:
     """Save tensors as a safetensors file, or as several with an index; return what has them all.
 
@@ -48,7 +45,7 @@ def save_safetensors(
     """
     sharded = isinstance(tensors, Mapping) and any(map(sharding.is_sharded, tensors.values()))
     if not sharded:
-        return _save(checked(tensors), uri, max_shard_size, options)
+        return _save(checked(tensors), uri, max_shard_size, **options)
     from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
     gathering = GatheredSave(list(tensors.values()), uri)
@@ -62,16 +59,13 @@ def save_safetensors(
 
         gathering.write(names, list(named.values()), collect)
         gathering.members.run_on_all(
-            lambda: _save(whole, uri, max_shard_size, options) if gathering.writes else None
+            lambda: _save(whole, uri, max_shard_size, **options) if gathering.writes else None
         )
     return uri
 
 
 def _save(
-    named: Mapping[str, torch.Tensor],
-    uri: str | os.PathLike[Any] | Any,
-    max_shard_size: int | str | None,
-    options: dict[str, Any],
+    named: Mapping[str, torch.Tensor], uri: Any, max_shard_size: int | str | None, **options: Any
 ) -> Any:
     """Save tensors that this process has as a whole; return the file, or the index of several."""
     progress = options.get("progress")
@@ -115,12 +109,9 @@ def _save_shards(
         write_one(path_of(shard), {name: named[name] for name in names}, **options)
         weight_map.update(dict.fromkeys(names, shard))
     total = sum(tensor.nbytes for tensor in named.values())
-    metadata = options.get("metadata") or {}
-    text = json.dumps(
-        {"metadata": {**metadata, "total_size": total}, "weight_map": weight_map},
-        indent=2,
-        sort_keys=True,
-    )
+    metadata = {**(options.get("metadata") or {}), "total_size": total}
+    content = {"metadata": metadata, "weight_map": weight_map}
+    text = json.dumps(content, indent=2, sort_keys=True)
     with open_stream(index, "wb", **server) as file:
         file.write(f"{text}\n".encode())
     return str(index)
@@ -219,7 +210,7 @@ def _bytes(size: int | str) -> int:
         if found is None or unit is None:
             raise ValueError(f"expected bytes as in 5000000000, '5GB' or '4GiB', found {size!r}")
         size = int(found[1]) * unit
-    check_number("max_shard_size", size, wanted="positive", optional=False)
+    check_number("max_shard_size", size, wanted="positive", needed=True)
     return size
 
 

@@ -130,9 +130,10 @@ class TensorSerializer:
     ) -> None:
         """Write all parameters and buffers of a module, in the order of ``named_modules()``.
 
-        The name of a tensor is ``"<module path>.<attribute>"``; names in the root module begin with
-        a dot. A tensor with two names is written under both. Paths in a wrapped module contain the
-        attribute of the wrapper, such as ``module.`` of ``DistributedDataParallel``;
+        What ``get_extra_state()`` of a module returns is not written, with a warning. The name of a
+        tensor is ``"<module path>.<attribute>"``; names in the root module begin with a dot. A
+        tensor with two names is written under both. Paths in a wrapped module contain the attribute
+        of the wrapper, such as ``module.`` of ``DistributedDataParallel``;
         :meth:`TensorDeserializer.load_into_module` loads them with and without it.
 
         ``DTensor`` parameters (FSDP2, tensor parallel) are written as whole tensors. All processes
@@ -170,15 +171,13 @@ class TensorSerializer:
                 raise NotImplementedError(f"{name!r} is a {why}")
         names, tensors = [item[1] for item in found], [item[4] for item in found]
         _warn_of_meta(names, tensors)
+        _warn_of_extra_state(m)
         strides = vllm_files.strides_to_store(names, tensors)
         if strides is not None and not self.total_tensor_bytes:
             self._file.native.add_metadata(*strides)
-        self._file.write(
-            names,
-            [kind for _, _, kind, _, _ in found],
-            [min(index, _LAST_MODULE_INDEX) for index, _, _, _, _ in found],
-            tensors,
-        )
+        kinds = [kind for _, _, kind, _, _ in found]
+        indices = [min(index, _LAST_MODULE_INDEX) for index, _, _, _, _ in found]
+        self._file.write(names, kinds, indices, tensors)
         if remove_tensors:
             for _, _, _, slot, _ in found:
                 setattr(slot.module, slot.attribute, None)
@@ -213,6 +212,18 @@ class TensorSerializer:
             self.close()
         else:
             self._file.abandon()
+
+
+def _warn_of_extra_state(module: torch.nn.Module) -> None:
+    """Warn the caller of a method of the state of submodules that is no parameter or buffer."""
+    plain = torch.nn.Module.get_extra_state
+    some = [path for path, one in module.named_modules() if type(one).get_extra_state is not plain]
+    if some:
+        warnings.warn(
+            f"the extra state of {len(some):,} modules, such as {some[0]!r}, is not written: "
+            "write_state_dict(module.state_dict()) writes it, if it is a tensor",
+            stacklevel=3,
+        )
 
 
 def _warn_of_meta(names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
