@@ -1,5 +1,6 @@
 //! Archives of `torch.save`: their records as entries, and the tensors in them that a pickle names.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::catalog_part::{CatalogPart, Opening, malformed, read_growing};
@@ -15,8 +16,9 @@ use crate::error::{Error, Result};
 use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
+use crate::format::torch_legacy;
 use crate::format::torch_zip::{self, Record, TAIL_LEN};
-use crate::io::ReadAt;
+use crate::io::{DeflatedRecord, InflatedSource, ReadAt, agree};
 use crate::mem::{SliceRemainder, as_uninit};
 use crate::numbers::TensorNumber;
 use crate::stats::Counters;
@@ -26,12 +28,18 @@ use crate::sys::to_usize;
 /// few bytes.
 const REQUESTS: usize = 32;
 
-/// Reads the records of an archive that begins at `base`. `file`: number of the archive among
-/// several. `at_once`: number of archives that are opened concurrently. Each record becomes an
-/// entry of bytes, named `<file>/<record>`.
+/// True if a file with these first bytes may be one of `torch.save`.
+pub fn recognises(bytes: &[u8]) -> bool {
+    torch_zip::recognises(bytes) || torch_legacy::recognises(bytes)
+}
+
+/// Reads the records of a file of `torch.save` that begins at `base`, and `head` its first bytes.
+/// `file`: its number among several. `at_once`: number of files that are opened concurrently. Each
+/// record becomes an entry of bytes, named `<file>/<record>`.
 pub fn read_archive(
     source: Arc<dyn ReadAt>,
     base: u64,
+    head: Vec<u8>,
     (file, at_once): (usize, usize),
     opening: &Opening<'_>,
 ) -> Result<CatalogPart> {
@@ -43,29 +51,116 @@ pub fn read_archive(
              .tensors file"
         )));
     }
+    let is_legacy = torch_legacy::recognises(&head);
     let Some(size) = source.facts().len else {
+        let why = if is_legacy { "tensors may be in any order" } else { "directory is at its end" };
         return Err(Error::Unsupported(format!(
-            "`{uri}` is a checkpoint of torch.save, whose directory is at its end, but this source \
-             can only be read front to back: use a local file, or a server that supports range \
-             requests"
+            "`{uri}` is a checkpoint of torch.save, whose {why}, but this source can only be read \
+             front to back: use a local file, or a server that supports range requests"
         )));
     };
     let size = size.saturating_sub(base);
-    let records = read_directory(&*source, base, size, opening.cancel)?;
-    let readers = (!source.facts().is_local).then_some((REQUESTS / at_once.max(1)).max(1));
-    let positions = read_headers(&source, base, &records, readers, opening.cancel)?;
-    // Names begin with the archive's folder, which `torch.save` names after the file.
-    let folder = |name: &str| name.find('/').map_or(0, |at| at + 1);
-    let entries = records.0.iter().zip(positions).map(|(record, data_offset)| {
-        let name = record.name.split_at(folder(&record.name)).1;
-        let name =
-            Name::from_key(&format!("{file}/{name}")).map_err(|what| malformed(uri, what))?;
-        let shape = [record.len].into();
-        Ok(Entry::new(name, bytes_dtype()?, shape, file, data_offset, record.len))
+    let (source, records) = if is_legacy {
+        let records = legacy_records(&*source, base, size, head, opening.cancel)?;
+        (source, records)
+    } else {
+        zip_records(source, base, size, at_once, opening.cancel)?
+    };
+    let entries = records.into_iter().map(|(name, data_offset, len)| {
+        let name = Name::from_key(&format!("{file}/{name}"))
+            .map_err(|what| malformed(source.uri(), what))?;
+        Ok(Entry::new(name, bytes_dtype()?, [len].into(), file, data_offset, len))
     });
     let entries = entries.collect::<Result<Vec<_>>>()?;
-    let format = Format::TorchZip;
+    let format = Format::Torch;
     Ok(CatalogPart { source, format, head: None, entries, metadata: None })
+}
+
+/// The name of a record, and the position and the bytes of its data.
+type PlacedRecord = (String, u64, u64);
+
+/// Reads the pickles of a file that is no archive. What follows them is the record `storages`:
+/// Python, which reads the pickles, finds each storage in it.
+fn legacy_records(
+    source: &dyn ReadAt,
+    base: u64,
+    size: u64,
+    mut bytes: Vec<u8>,
+    cancel: &dyn Cancel,
+) -> Result<Vec<PlacedRecord>> {
+    /// The bytes of the first read.
+    const FIRST: u64 = 64 << 10;
+    let what = "the pickles of torch.save";
+    let found = loop {
+        let found = torch_legacy::pickles(&bytes, base).map_err(|e| e.in_file(source.uri()))?;
+        if let Some(found) = found {
+            break found;
+        }
+        let len = bytes.len() as u64;
+        let until = (2 * len).max(FIRST).min(size);
+        if until <= len {
+            let (uri, what) = (source.uri().to_owned(), what.to_owned());
+            let end = base.saturating_add(len).saturating_add(1);
+            return Err(Error::Truncated {
+                uri,
+                what,
+                start: base,
+                end,
+                size: base.saturating_add(size),
+            });
+        }
+        if until > torch_legacy::MAX_PICKLES {
+            let most = torch_legacy::MAX_PICKLES;
+            return Err(malformed(
+                source.uri(),
+                format!("expected {what} to end within {most} bytes"),
+            ));
+        }
+        read_growing(source, base.saturating_add(len), until, &mut bytes, what, cancel)?;
+    };
+    let placed = |name: &str, range: Range<u64>| {
+        (name.to_owned(), base.saturating_add(range.start), range.end.saturating_sub(range.start))
+    };
+    let pickle = |name, range: Range<usize>| placed(name, range.start as u64..range.end as u64);
+    let storages = (found.keys.end as u64)..size;
+    Ok(vec![
+        pickle("machine.pkl", found.machine),
+        pickle("data.pkl", found.object),
+        pickle("keys.pkl", found.keys),
+        placed("storages", storages),
+    ])
+}
+
+/// Reads the directory of an archive, and the headers of its records. Returns the source of these,
+/// too.
+fn zip_records(
+    source: Arc<dyn ReadAt>,
+    base: u64,
+    size: u64,
+    at_once: usize,
+    cancel: &dyn Cancel,
+) -> Result<(Arc<dyn ReadAt>, Vec<PlacedRecord>)> {
+    let records = read_directory(&*source, base, size, cancel)?;
+    let readers = (!source.facts().is_local).then_some((REQUESTS / at_once.max(1)).max(1));
+    let positions = read_headers(&source, base, &records, readers, cancel)?;
+    let (mut placed, mut deflated) = (Vec::new(), Vec::new());
+    let mut end = base.saturating_add(size);
+    for (record, packed_at) in records.iter().zip(positions) {
+        let &Record { len, packed, .. } = record;
+        let mut at = packed_at;
+        if record.is_deflated() {
+            at = end;
+            end = end.saturating_add(len);
+            deflated.push(DeflatedRecord { at, len, packed_at, packed });
+        }
+        placed.push((record.name_in_folder().to_owned(), at, len));
+    }
+    if deflated.is_empty() {
+        return Ok((source, placed));
+    }
+    // The stated checksum, if there is one, is compared now, as records are not bytes of the file.
+    agree(&*source, cancel)?;
+    Ok((Arc::new(InflatedSource::new(source, end, deflated)), placed))
 }
 
 /// Returns the dtype of bytes.
@@ -73,15 +168,12 @@ pub(super) fn bytes_dtype() -> Result<DType> {
     DType::from_name("uint8").ok_or_else(|| Error::Bug("no type of bytes".to_owned()))
 }
 
-/// Records, and the position of the directory that follows the last record.
-type ArchiveRecords = (Vec<Record>, u64);
-
 fn read_directory(
     source: &dyn ReadAt,
     base: u64,
     size: u64,
     cancel: &dyn Cancel,
-) -> Result<ArchiveRecords> {
+) -> Result<Vec<Record>> {
     let what = "the directory of the zip archive";
     let some = |start: u64, len: u64| {
         let mut bytes = Vec::new();
@@ -100,14 +192,14 @@ fn read_directory(
         Some(bytes) => torch_zip::records(bytes, &found, base),
         None => torch_zip::records(&some(found.start, found.len)?, &found, base),
     };
-    Ok((records.map_err(|e| e.in_file(uri))?, found.start))
+    records.map_err(|e| e.in_file(uri))
 }
 
 /// Reads the local headers of records, and returns the positions of their data.
 fn read_headers(
     source: &Arc<dyn ReadAt>,
     base: u64,
-    (records, directory): &ArchiveRecords,
+    records: &[Record],
     readers: Option<usize>,
     cancel: &dyn Cancel,
 ) -> Result<Vec<u64>> {
@@ -131,10 +223,9 @@ fn read_headers(
     let run = Run::new(&options, &counters, cancel);
     drain((std::slice::from_ref(source), &plan), &codec, to, &run, &mut || Ok(false))?;
     let mut rest = &*headers;
-    let positions = records.iter().zip(lens).enumerate().map(|(number, (record, len))| {
-        let end = records.get(number + 1).map_or(*directory, |next| next.header_at);
+    let positions = records.iter().zip(lens).map(|(record, len)| {
         let raw = rest.split_off(..len).unwrap_or(&[]);
-        let at = record.data_at(raw, end, base).map_err(|e| e.in_file(source.uri()))?;
+        let at = record.data_at(raw, base).map_err(|e| e.in_file(source.uri()))?;
         Ok(base.saturating_add(at))
     });
     positions.collect()

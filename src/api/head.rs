@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
-use super::archive::read_archive;
+use super::archive::{self, read_archive};
 use super::catalog_part::{CatalogPart, Opening, malformed, read_growing, read_up_to};
 use super::file::{TensorFile, TensorsFileState};
 use crate::cancel::Cancel;
@@ -15,9 +15,8 @@ use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
 use crate::format::tensors::index::{self, IndexValidator, ParsedIndex};
-use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
+use crate::format::tensors::prologue::{MAGIC, PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::tensors::trailer::{self, IndexTrailer};
-use crate::format::torch_zip;
 use crate::io::{PrefixedSource, ReadAt};
 use crate::sys::to_usize;
 
@@ -78,7 +77,7 @@ impl FileHead {
 
     /// Opens a single file.
     pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        if !safetensors::recognises(&self.bytes) && !torch_zip::recognises(&self.bytes) {
+        if !safetensors::recognises(&self.bytes) && !archive::recognises(&self.bytes) {
             return self.open_tensors(opening);
         }
         let uri = self.source.uri().to_owned();
@@ -102,11 +101,11 @@ impl FileHead {
         (file, at_once): (usize, usize),
         opening: &Opening<'_>,
     ) -> Result<CatalogPart> {
-        if torch_zip::recognises(&self.bytes) {
+        if archive::recognises(&self.bytes) {
             // The cached head has only the bytes that tell the format: the directory is at the end
             // of the file, and is requested again.
             let head = opening.cached_head(&*self.source, self.base, &self.bytes, &[]);
-            let part = read_archive(self.source, self.base, (file, at_once), opening)?;
+            let part = read_archive(self.source, self.base, self.bytes, (file, at_once), opening)?;
             return Ok(CatalogPart { head, ..part });
         }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
@@ -129,7 +128,8 @@ impl FileHead {
             let (uri, what) = (uri.to_owned(), "the data of its tensors".to_owned());
             return Err(Error::Truncated { uri, what, start: data_at, end: found.end, size });
         }
-        if let Some(size) = file_len.filter(|&size| size > found.end) {
+        // A file within a larger one may have others after it.
+        if let Some(size) = file_len.filter(|&size| size > found.end && base == 0) {
             let what = format!(
                 "expected the file to end with its data at byte {}, found {size} bytes",
                 found.end
@@ -154,6 +154,7 @@ impl FileHead {
     fn open_tensors(self, opening: &Opening<'_>) -> Result<TensorFile> {
         let (FileHead { source, base, bytes }, cancel) = (self, opening.cancel);
         let uri = &source.uri().to_owned();
+        refuse_tar(&*source, base, &bytes, cancel)?;
         let file_len = source.facts().len;
         let prologue = Prologue::parse(&bytes, base, uri)?;
         let index_at = base.saturating_add(PROLOGUE_LEN as u64);
@@ -202,6 +203,22 @@ impl FileHead {
         let catalog = Catalog { format, entries, names, metadata, indexed_files: BTreeMap::new() };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(tensors_state), cached_heads))
     }
+}
+
+/// Refuses a tar archive. What marks one is behind the first bytes that tell other formats.
+fn refuse_tar(source: &dyn ReadAt, base: u64, bytes: &[u8], cancel: &dyn Cancel) -> Result<()> {
+    const AT: u64 = 257;
+    const MARK: [u8; 5] = *b"ustar";
+    let mut found = [0; MARK.len()];
+    if !bytes.starts_with(&MAGIC) && source.facts().len.is_some() {
+        read_up_to(source, base.saturating_add(AT), &mut found, cancel)?;
+    }
+    if found != MARK {
+        return Ok(());
+    }
+    let what = "a tar archive: unpack it first, or, if torch before 0.2 saved it, load it with \
+                torch.load(weights_only=False), where you trust it, and save it again";
+    Err(malformed(source.uri(), what.to_owned()))
 }
 
 /// Returns the error for a shard of another format, by the first bytes of its file.

@@ -21,8 +21,8 @@ pub enum Format {
     Tensors,
     /// `.safetensors`.
     Safetensors,
-    /// A zip archive written by `torch.save`.
-    TorchZip,
+    /// A file of `torch.save`.
+    Torch,
 }
 
 impl Format {
@@ -31,13 +31,13 @@ impl Format {
         match self {
             Format::Tensors => "tensors",
             Format::Safetensors => "safetensors",
-            Format::TorchZip => "torch",
+            Format::Torch => "torch",
         }
     }
 
     /// True if its files name tensors; false if they name only storages.
     pub fn names_tensors(self) -> bool {
-        self != Format::TorchZip
+        self != Format::Torch
     }
 
     /// True if its files hold hashes of tensors.

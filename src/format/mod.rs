@@ -12,6 +12,7 @@ pub mod name_tree;
 pub mod safetensors;
 pub mod shards;
 pub mod tensors;
+pub mod torch_legacy;
 pub mod torch_zip;
 
 /// The role of a tensor in the object that was saved.

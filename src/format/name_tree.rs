@@ -27,17 +27,23 @@ impl NameTree {
     /// Adds a name with the number `index`. A name that conflicts with an earlier one is an error,
     /// and is not added.
     pub fn insert(&mut self, name: &Name, index: usize) -> Result<(), String> {
-        let conflict = || format!("Conflicting tensor paths: {name} conflicts with another name");
         let (conflicts, entry) = if is_plain(name) {
             (self.plain_conflicts(name)?, self.plain.entry(name.shared()))
         } else {
             (self.path_conflicts(name), self.paths.entry(sort_key(name.stored()).into()))
         };
         match entry {
-            Entry::Vacant(slot) if !conflicts => slot.insert(index),
-            _ => return Err(conflict()),
-        };
-        Ok(())
+            Entry::Vacant(slot) if !conflicts => {
+                slot.insert(index);
+                Ok(())
+            }
+            Entry::Vacant(_) => {
+                Err(format!("Conflicting tensor paths: {name} conflicts with another name"))
+            }
+            Entry::Occupied(_) => {
+                Err(format!("Conflicting tensor paths: the name {name} comes twice"))
+            }
+        }
     }
 
     /// Removes a name.

@@ -14,7 +14,7 @@ pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
 /// File names that are looked for in the folder of a model, in this order: those of transformers
 /// and of this package, of diffusers and PEFT, then those of half precision. Each costs a request
 /// if the server has none of the files before it.
-pub const MODEL_FILE_NAMES: [&str; 16] = [
+pub const MODEL_FILE_NAMES: [&str; 21] = [
     "model.safetensors",
     "model.safetensors.index.json",
     "model.tensors",
@@ -24,13 +24,18 @@ pub const MODEL_FILE_NAMES: [&str; 16] = [
     "diffusion_pytorch_model.safetensors.index.json",
     "adapter_model.safetensors",
     "diffusion_pytorch_model.bin",
+    "diffusion_pytorch_model.bin.index.json",
     "adapter_model.bin",
     "model.fp16.safetensors",
     "model.safetensors.index.fp16.json",
     "diffusion_pytorch_model.fp16.safetensors",
+    "diffusion_pytorch_model.safetensors.index.fp16.json",
+    "diffusion_pytorch_model.fp16.safetensors.index.json",
     "diffusion_pytorch_model.safetensors.fp16.index.json",
     "pytorch_model.fp16.bin",
+    "pytorch_model.bin.index.fp16.json",
     "diffusion_pytorch_model.fp16.bin",
+    "diffusion_pytorch_model.bin.index.fp16.json",
 ];
 /// The same names, shortened for messages.
 pub const EXPECTED_MODEL_FILES: &str = "model.safetensors, model.tensors, pytorch_model.bin, \
@@ -38,6 +43,9 @@ pub const EXPECTED_MODEL_FILES: &str = "model.safetensors, model.tensors, pytorc
 /// Endings of file addresses; addresses of folders hardly ever have them.
 pub const FILE_EXTENSIONS: [&str; 7] =
     [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
+
+/// The bytes with which some editors begin a text.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 /// A parsed index.
 #[derive(Debug, PartialEq, Eq)]
@@ -50,9 +58,9 @@ pub struct ShardMap {
     pub metadata: Vec<(String, String)>,
 }
 
-/// True for the name of an index, also of a variant: `model.safetensors.index.fp16.json` as
-/// transformers names it, and `diffusion_pytorch_model.safetensors.fp16.index.json` as diffusers
-/// does.
+/// True for the name of an index, also of a variant: `model.safetensors.index.fp16.json`, as
+/// libraries name it, and `diffusion_pytorch_model.safetensors.fp16.index.json`, as diffusers did
+/// before.
 pub fn is_index_name(name: &str, format: &str) -> bool {
     let Some((_, rest)) = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(format))
     else {
@@ -67,12 +75,14 @@ pub fn is_index_name(name: &str, format: &str) -> bool {
 /// True if a file with these first bytes may be an index.
 pub fn recognises(bytes: &[u8]) -> bool {
     // The length field of a safetensors file may look like the beginning of text.
-    bytes.trim_ascii_start().starts_with(b"{") && !safetensors::recognises(bytes)
+    let text = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes);
+    text.trim_ascii_start().starts_with(b"{") && !safetensors::recognises(bytes)
 }
 
 /// Reads an index.
 pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let malformed = |what: String| Malformed::new(0, format!("the index of shards: {what}"));
+    let json = json.strip_prefix(BYTE_ORDER_MARK).unwrap_or(json);
     let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
     let raw: RawShardMap =
         serde_json::from_str(text).map_err(|e| malformed(Shortened(&e.to_string()).to_string()))?;

@@ -23,6 +23,7 @@ mod closed;
 mod hf;
 #[cfg(feature = "http")]
 pub(crate) mod http;
+mod inflated;
 pub mod local;
 mod memory;
 #[cfg(any(feature = "clouds", feature = "s3"))]
@@ -43,6 +44,7 @@ mod write_at;
 
 pub use cached_head::{CachedHead, CachedHeads};
 pub use closed::{ClosedSource, closed_error};
+pub use inflated::{DeflatedRecord, InflatedSource};
 pub use memory::MemorySource;
 #[cfg(feature = "s3")]
 pub use object::s3::S3Cfg;

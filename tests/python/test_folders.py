@@ -23,13 +23,18 @@ IN_ORDER = [
     "diffusion_pytorch_model.safetensors.index.json",
     "adapter_model.safetensors",
     "diffusion_pytorch_model.bin",
+    "diffusion_pytorch_model.bin.index.json",
     "adapter_model.bin",
     "model.fp16.safetensors",
     "model.safetensors.index.fp16.json",
     "diffusion_pytorch_model.fp16.safetensors",
+    "diffusion_pytorch_model.safetensors.index.fp16.json",
+    "diffusion_pytorch_model.fp16.safetensors.index.json",
     "diffusion_pytorch_model.safetensors.fp16.index.json",
     "pytorch_model.fp16.bin",
+    "pytorch_model.bin.index.fp16.json",
     "diffusion_pytorch_model.fp16.bin",
+    "diffusion_pytorch_model.bin.index.fp16.json",
 ]
 
 

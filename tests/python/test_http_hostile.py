@@ -75,7 +75,8 @@ def endless():
 )
 def test_an_index_without_end(endless, tmp_path, count, said):
     url, sends = endless
-    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f.tensors")
+    with tensorizer.TensorSerializer(tmp_path / "f.tensors") as file:
+        file.write_state_dict({"a": torch.ones(3)})
     head = bytearray((tmp_path / "f.tensors").read_bytes()[: INDEX + (256 << 10)])
     assert struct.unpack_from("<QQ", head, COUNT) == (1, 256 << 10)
     struct.pack_into("<QQ", head, COUNT, count, 3 << 30)

@@ -1,6 +1,8 @@
 """The description of a file is read without its data."""
 
+import copy
 import io
+import pickle
 import zlib
 
 import pytest
@@ -83,3 +85,13 @@ def test_data_are_not_read(tmp_path):
         assert len(tensorizer.info(server.url).tensors) == 5
     # The first request is for 1 MiB, with which most headers come.
     assert [(start, end) for start, end, _ in server.requests] == [(0, 1 << 20)]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_description_can_be_pickled(tmp_path, copied):
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f.tensors", metadata={"x": "y"})
+    found = tensorizer.info(tmp_path / "f.tensors", hashes=True)
+    again = copied(found)
+    assert again == found
+    with pytest.raises(TypeError):
+        again.tensors["b"] = None

@@ -36,7 +36,7 @@ def test_the_archive_itself_is_right():
 
 
 CENTRAL = [
-    ({"method": 8}, r"`x/data/0`: it is compressed \(method 8\)"),
+    ({"method": 8}, "`x/data/0`: its method in its local header differs"),
     ({"method": 93}, "compressed"),
     ({"flags": 0x809}, "is encrypted"),
     ({"flags": 0x848}, "is encrypted"),
@@ -55,7 +55,7 @@ CENTRAL = [
     ({"sign": 1}, "has an entry with a wrong signature"),
     ({"name": b"x/data/1"}, "its name in its local header differs"),
     ({"name": b"x/data/\xff"}, "UTF-8"),
-    ({"name": b"y/data/0"}, "another folder"),
+    ({"name": b"y/data/0"}, "storage '0' has no record"),
     ({"name": b"x/data.pkl"}, "has two records|its name in its local header"),
     ({"extra": struct.pack("<HH", 1, 4)}, "ends inside its field"),
     ({"size": 0xFFFFFFFF, "extra": struct.pack("<HHI", 1, 4, 0)}, "ends inside its size"),
@@ -180,9 +180,9 @@ def test_other_archives(refuse, tmp_path):
     refuse(packed(), "looks like a zip archive that holds nothing")
     inner = Zip(records()).bytes
     refuse(packed(model__model_pt=inner), without)
-    # A bomb of zeros is never unpacked.
+    # A storage that the pickle does not name is never inflated.
     bomb = {"x/" + name: data for name, data in records(data__1=bytes(10_000_000)).items()}
-    refuse(packed(zipfile.ZIP_DEFLATED, **bomb), "is compressed")
+    assert list(load(packed(zipfile.ZIP_DEFLATED, **bomb))) == ["a"]
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
     refuse((tmp_path / "script.pt").read_bytes(), "a TorchScript archive.*torch.jit.load")
     refuse(Zip(records(code__a=b"")).bytes, "a TorchScript archive")
@@ -192,10 +192,8 @@ def test_other_archives(refuse, tmp_path):
 
 def test_legacy_pickles(refuse, tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    data = (tmp_path / "x.pt").read_bytes()
-    refuse(data, "_use_new_zipfile_serialization=False wrote: torch.load it once")
-    refuse(pickle.dumps({"a": 1}), "a pickle")
-    with pytest.raises((RuntimeError, ValueError), match="torch.load it once"):
+    refuse(pickle.dumps({"a": 1}), "a pickle that torch.save did not write")
+    with pytest.raises((RuntimeError, ValueError), match="convert it with `tensorizer cp`"):
         ops.load(str(tmp_path / "x.pt"))
 
 

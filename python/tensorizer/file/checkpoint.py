@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from .._native import Reader
 from .._types import Name, Slice
 from ..tensors import devices, fake_mode
 from ..tensors.handles import copied, take
+from .legacy_storages import KEYS, MACHINE, STORAGES, LegacyStorages, big_endian
 from .pickles import MetaStorages, unpickled
 from .unpickled_tensors import description_of_left_out, named_tensors, shown
 
@@ -62,12 +64,13 @@ class _PickledTensor:
         like = self.like
         self.strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
 
-    def location(self) -> tuple[int, int] | None:
-        """Return its record, and the position of its first element there; None if it has none."""
-        if self.record is None:
-            return None
-        start = int(self.like.storage_offset()) * self.like.element_size()
-        return self.record, start if self.like.numel() else 0
+    def description(self) -> tuple[str, torch.Size, tuple[int, int] | None, bool]:
+        """Describe it to the reader: with its record, if any, and where its first element is."""
+        like, place = self.like, None
+        if self.record is not None:
+            start = int(like.storage_offset()) * like.element_size()
+            place = self.record, start if like.numel() else 0
+        return str(like.dtype).removeprefix("torch."), like.shape, place, self.strided
 
     def sliced(self, ranges: Sequence[tuple[int, int]] | None) -> _PickledTensor:
         """Return a slice, which has memory of its own; None for the tensor itself."""
@@ -84,6 +87,7 @@ class Checkpoint:
 
     Args:
         records: The open files, whose entries are the records of the archives.
+        skip_objects: Leave out objects of classes that the restricted unpickler does not allow.
 
     Raises:
         FormatError: A file is not as ``torch.save`` writes them, or damaged.
@@ -97,12 +101,12 @@ class Checkpoint:
 
     """
 
-    def __init__(self, records: Reader) -> None:
-        self._records = records
+    def __init__(self, records: Reader, *, skip_objects: bool) -> None:
+        self._skip_objects = skip_objects
+        self._opened = self._records = records
         self._lens = records.data_lens()
         names = (str(name) for name in records.names(range(len(records))))
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._tensors: list[_PickledTensor] = []
         self._owns_files = True
         self.left_out: list[str] = []
         #: For each record and device: a weak reference to the storage, and where its bytes begin in
@@ -111,19 +115,13 @@ class Checkpoint:
             tuple[int, torch.device], tuple[weakref.ref[torch.UntypedStorage], int]
         ] = {}
         with _without_garbage_collection(), fake_mode.suspended():
-            described = []
-            users: Counter[int | None] = Counter()
-            for name, tensor in self._named_in_files():
-                dtype = str(tensor.like.dtype).removeprefix("torch.")
-                described.append(
-                    (name, dtype, tensor.like.shape, tensor.location(), tensor.strided)
-                )
-                self._tensors.append(tensor)
-                users[tensor.record] += 1
+            named = list(self._named_in_files())
+            self._tensors = [tensor for _, tensor in named]
+            users = Counter(tensor.record for tensor in self._tensors)
             for tensor in self._tensors:
                 if tensor.record is not None and users[tensor.record] == 1 and not tensor.strided:
                     tensor.direct = _is_all_of(tensor.like, self._lens[tensor.record])
-            self.reader = records.tensors(described)
+            self.reader = self._records.tensors([(name, *one.description()) for name, one in named])
 
     def sliced(self, slices: Sequence[Slice]) -> Checkpoint:
         """Return slices of some of the tensors; closing them leaves the files open.
@@ -141,11 +139,16 @@ class Checkpoint:
         part._owns_files = False
         return part
 
+    @property
+    def records_in_order(self) -> Reader | None:
+        """The storages of files of torch before 1.6; None for archives, which end otherwise."""
+        return None if self._records is self._opened else self._records
+
     def close(self) -> None:
         """Close the files."""
         if self._owns_files:
-            self.reader.close()
-            self._records.close()
+            for reader in (self.reader, self._records, self._opened):
+                reader.close()
 
     # Reading the pickles
 
@@ -155,27 +158,16 @@ class Checkpoint:
         indexed_files = self._records.indexed_files()
         missing = set(indexed_files)
         found = self._read(len(uris))
+        legacy = LegacyStorages(self._records, self._numbers, self._lens)
         for file, uri in enumerate(uris):
-            _check_versions(found, file, uri)
-            pickled = found[f"{file}/{_PICKLE}"]
-            meta_storages = MetaStorages(file, uri, self._numbers, self._lens)
-            tree = unpickled(pickled, uri, meta_storages.persistent_load)
-            named, unnamed = named_tensors(tree, uri, len(pickled))
-            unused = meta_storages.unused(like for _, like in [*named, *unnamed])
-            left_out = description_of_left_out([path for path, _ in unnamed], unused)
-            if left_out:
-                if not named:
-                    raise NotImplementedError(f"{uri} has only {left_out}; torch.load it")
-                self.left_out.append(left_out)
-                warnings.warn(
-                    f"{uri} is loaded without {left_out}; torch.load returns them", stacklevel=6
-                )
+            named, storages = self._read_pickle(file, uri, found, legacy)
             for name, like in named:
                 if isinstance(name, str):
                     if indexed_files.get(name, file) != file:
                         continue
                     missing.discard(name)
-                yield name, _PickledTensor(like, meta_storages.record_of(like, name))
+                yield name, _PickledTensor(like, storages.record_of(like, name))
+        self._records = legacy.with_records()
         if missing:
             name = min(missing)
             raise FormatError(
@@ -183,14 +175,39 @@ class Checkpoint:
                 f"hold it ({self._records.uri})"
             )
 
+    def _read_pickle(
+        self, file: int, uri: str, found: dict[str, bytes], legacy: LegacyStorages
+    ) -> tuple[list[tuple[Name, torch.Tensor]], MetaStorages]:
+        """Return the tensors of a file by name, and its storages; warn of those without a name."""
+        data, skips = found[f"{file}/{_PICKLE}"], self._skip_objects
+        is_legacy = f"{file}/{STORAGES}" in self._numbers
+        storages = MetaStorages(file, uri, self._numbers, self._lens, legacy=is_legacy)
+        load = functools.partial(unpickled, uri=uri, persistent_load=storages.persistent_load)
+        _check_versions(found, file, uri)
+        tree = load(data, skip_objects=skips)
+        if is_legacy:
+            machine, keys = load(found[f"{file}/{MACHINE}"]), load(found[f"{file}/{KEYS}"])
+            legacy.place(machine, keys, file, uri, storages.counts)
+        tensors = named, unnamed, special = named_tensors(tree, uri, len(data), skip_objects=skips)
+        every = (like for part in tensors for _, like in part if like is not None)
+        left_out = description_of_left_out(unnamed, special, storages.unused(every))
+        if left_out:
+            if not named and not skips:
+                raise NotImplementedError(f"{uri} has only {left_out}; torch.load it")
+            self.left_out.append(left_out)
+            warnings.warn(
+                f"{uri} is loaded without {left_out}; torch.load returns them", stacklevel=7
+            )
+        return named, storages
+
     def _read(self, files: int) -> dict[str, bytes]:
         """Return the contents of the records that are no storages, of all files at once."""
-        names = [
-            f"{file}/{name}" for file in range(files) for name in (_PICKLE, *_ONE_WORD_RECORDS)
-        ]
+        wanted = (_PICKLE, MACHINE, KEYS, *_ONE_WORD_RECORDS)
+        names = [f"{file}/{name}" for file in range(files) for name in wanted]
         numbers = {name: self._numbers[name] for name in names if name in self._numbers}
         for name, number in numbers.items():
-            if not name.endswith(_PICKLE) and self._lens[number] > _MAX_WORD_BYTES:
+            is_word = name.rpartition("/")[2] in _ONE_WORD_RECORDS
+            if is_word and self._lens[number] > _MAX_WORD_BYTES:
                 uri = self._records.files()[int(name.split("/")[0])]
                 raise FormatError(f"record {name!r} has {self._lens[number]} bytes ({uri})")
         found = self._records.read(list(numbers.values()))
@@ -199,12 +216,7 @@ class Checkpoint:
     # Loading
 
     def load(
-        self,
-        numbers: Sequence[int],
-        device: torch.device,
-        verify: str | None = None,
-        *,
-        shared: bool = True,
+        self, numbers: Sequence[int], device: torch.device, verify: str | None, *, shared: bool
     ) -> tuple[list[torch.Tensor], int]:
         """Return tensors on a device, and the number of bytes that were read for them.
 
@@ -317,10 +329,7 @@ def _check_versions(records: dict[str, bytes], file: int, uri: str) -> None:
     for word, known in _ONE_WORD_RECORDS.items():
         found = records.get(f"{file}/{word}", known[0])
         if word == "byteorder" and found == b"big":
-            raise NotImplementedError(
-                f"{uri} was saved on a big-endian machine, and tensorizer is for little-endian "
-                "ones: torch.load it and torch.save it again"
-            )
+            raise big_endian(uri)
         if found.strip() not in known:
             raise FormatError(f"record {word!r} says {found!r}, which is unknown ({uri})")
 

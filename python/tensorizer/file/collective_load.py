@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -24,13 +24,16 @@ from .open_file import OpenFile
 from .progress import ProgressReporter
 from .read_ahead import ReadAhead
 
+#: What opens the file, and what chooses tensors of it.
+_Opens: TypeAlias = Callable[..., OpenFile]
+_Plans: TypeAlias = Callable[[OpenFile], LoadPlan]
 #: The most bytes that a member holds beside the tensors of a load.
 _LOAD_BYTES = 1 << 30
 #: The kinds of hashes, the weakest first.
 _VERIFICATIONS = ("nothing", "crc32", "all")
 
 
-def open_collectively(members: Members, opened: Callable[..., OpenFile]) -> tuple[OpenFile, bool]:
+def open_collectively(members: Members, opened: _Opens) -> tuple[OpenFile, bool]:
     """Open a file at all members; the first one reads its index, for all of them.
 
     Args:
@@ -157,10 +160,7 @@ def _digest_of_tensors(file: OpenFile) -> bytes:
 
 
 def load_collectively(
-    members: Members,
-    opened: Callable[..., OpenFile],
-    planned: Callable[[OpenFile], LoadPlan],
-    reporter: ProgressReporter,
+    members: Members, opened: _Opens, planned: _Plans, reporter: ProgressReporter
 ) -> dict[Any, torch.Tensor]:
     """Load the tensors that this member wants together with the other members of a group.
 
@@ -179,16 +179,11 @@ def load_collectively(
     with members:
         file, each_reads = open_collectively(members, opened)
         with file:
-            return load_opened(members, file, planned, reporter, each_reads=each_reads)
+            return load_opened(members, file, planned, reporter, each_reads)
 
 
 def load_opened(
-    members: Members,
-    file: OpenFile,
-    planned: Callable[[OpenFile], LoadPlan],
-    reporter: ProgressReporter,
-    *,
-    each_reads: bool,
+    members: Members, file: OpenFile, planned: _Plans, reporter: ProgressReporter, each_reads: bool
 ) -> dict[Any, torch.Tensor]:
     """Load from a file that all members have opened; see :func:`load_collectively`."""
 
@@ -208,13 +203,9 @@ def load_opened(
 
 
 def open_iterator(
-    members: Members,
-    opened: Callable[..., OpenFile],
-    planned: Callable[[OpenFile], LoadPlan],
-    reporter: ProgressReporter,
-    buffer_bytes: int,
-) -> tuple[OpenFile, LoadPlan, Exchange | ReadAhead]:
-    """Open a file at all members. Return it, the chosen tensors, and their iterator.
+    members: Members, opened: _Opens, planned: _Plans, reporter: ProgressReporter, buffer_bytes: int
+) -> tuple[LoadPlan, Exchange | ReadAhead]:
+    """Open a file at all members. Return the chosen tensors, and their iterator.
 
     See :func:`load_collectively`; ``buffer_bytes`` is the most that a member holds beside its
     tensors.
@@ -223,11 +214,11 @@ def open_iterator(
         file, each_reads = open_collectively(members, opened)
         try:
             if not each_reads:
-                return file, *_begin(members, file, planned, buffer_bytes, reporter)
+                return _begin(members, file, planned, buffer_bytes, reporter)
             file.reader.share_cache()
             plan, _ = members.run_on_all(lambda: planned(file))
             members.complete()
-            return file, plan, ReadAhead(plan, plan.device, buffer_bytes, ready=False)
+            return plan, ReadAhead(plan, buffer_bytes, ready=False)
         except BaseException:
             file.close()
             raise
@@ -236,7 +227,7 @@ def open_iterator(
 def _begin(
     members: Members,
     file: OpenFile,
-    planned: Callable[[OpenFile], LoadPlan],
+    planned: _Plans,
     buffer_bytes: int,
     reporter: ProgressReporter,
     *,

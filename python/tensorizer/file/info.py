@@ -18,8 +18,22 @@ from .encryption import DecryptionParams
 from .open_file import OpenFile
 
 
+class _Picklable:
+    """A frozen dataclass with read-only mappings, which pickle does not know."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, with plain dicts."""
+        fields = vars(self).items()
+        return {name: dict(v) if isinstance(v, MappingProxyType) else v for name, v in fields}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields."""
+        read_only = {n: MappingProxyType(v) for n, v in state.items() if isinstance(v, dict)}
+        vars(self).update({**state, **read_only})
+
+
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(_Picklable):
     """A tensor of a file.
 
     Attributes:
@@ -43,7 +57,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class FileInfo:
+class FileInfo(_Picklable):
     """A file of tensors, or a checkpoint of several.
 
     Attributes:

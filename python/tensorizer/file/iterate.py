@@ -101,7 +101,7 @@ def iterate(
         GroupError: Another member of the group was lost, interrupted, or has closed its iterator.
 
     """
-    check_number("buffer_bytes", buffer_bytes, wanted="positive", optional=False)
+    check_number("buffer_bytes", buffer_bytes, wanted="positive", needed=True)
     if order not in ("file", "ready"):
         raise ValueError(f'order must be "file" or "ready", not {order!r}')
     if device_or_function(device)[1] is not None:
@@ -136,8 +136,8 @@ def iterate(
     file = opened(wanted=request.wanted_names())
     try:
         plan = planned(file)
-        batches = ReadAhead(plan, plan.device, buffer_bytes, ready=order == "ready")
-        return _LoadIterator(call, reporter, file, plan, batches)
+        batches = ReadAhead(plan, buffer_bytes, ready=order == "ready")
+        return _LoadIterator(call, reporter, plan, batches)
     except BaseException:
         file.close()
         raise
@@ -147,14 +147,9 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
     """Yields tensors under their names, and closes their file at the end."""
 
     def __init__(
-        self,
-        call: Call,
-        reporter: ProgressReporter,
-        file: OpenFile,
-        plan: LoadPlan,
-        batches: Exchange | ReadAhead,
+        self, call: Call, reporter: ProgressReporter, plan: LoadPlan, batches: Exchange | ReadAhead
     ) -> None:
-        self._call, self._reporter, self._file = call, reporter, file
+        self._call, self._reporter, self._file = call, reporter, plan.file
         self._plan, self._batches = plan, batches
         self._names = plan.keys_by_number()
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()

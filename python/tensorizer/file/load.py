@@ -49,7 +49,9 @@ def load(
     the reading of the file.
 
     Args:
-        uri: The file, as for :class:`TensorDeserializer`. A file object stays open.
+        uri: The file, as for :class:`TensorDeserializer`. A file object stays
+            open, at the end of what was loaded. Another file may begin there, but not behind an
+            archive of ``torch.save``, nor behind safetensors at the beginning of a file object.
         device: The device of the tensors; None for torch's default device. A function is called
             with each tensor's name and returns its device, as for a model that is spread over
             several devices: these are filled at the same time.
@@ -120,7 +122,9 @@ def load(
     if members is None or members.size == 1:
         request = requested()
         with reporter, opened(wanted=request.wanted_names()) as file:
-            return LoadPlan(request, file, reporter).load()
+            loaded = LoadPlan(request, file, reporter).load()
+            file.seek_behind(uri)
+            return loaded
     from .collective_load import load_collectively  # as above
 
     with reporter:

@@ -228,12 +228,7 @@ class LoadedTensors:
             )
         return found
 
-    def fill(
-        self,
-        rows: Sequence[tuple[state.TensorSlot, torch.Tensor | None, int]],
-        device: torch.device,
-        verify: str,
-    ) -> set[int]:
+    def fill(self, rows: Sequence[state.Row], device: torch.device, verify: str) -> set[int]:
         """Fill those tensors of a module in place that fit; return their numbers.
 
         ``rows`` has slots in the module, the tensors that are there, and the numbers of the

@@ -18,6 +18,11 @@ def path_of(name: Name) -> _Path:
     return (name,) if isinstance(name, str) else name
 
 
+def name_of(path: _Path) -> Name:
+    """Return the name of a path: a key at the top stands for itself."""
+    return path[0] if len(path) == 1 and isinstance(path[0], str) else path
+
+
 def nested(leaves: Iterable[tuple[_Path, Any]]) -> dict[Any, Any]:
     """Return nested dicts of values, given by path, in their order."""
     top: dict[Any, Any] = {}

@@ -10,6 +10,7 @@ import torch
 
 from .._native import MAX_DEPTH
 from .._types import Name
+from .name_tree import name_of
 
 #: The keys that lead from the top to a tensor or a container.
 Path: TypeAlias = tuple[Any, ...]
@@ -77,9 +78,7 @@ def _refuse(path: Path, is_loop: bool) -> NoReturn:
 
 def _is_container(value: Any) -> bool:
     text = (str, bytes, bytearray, memoryview)
-    return isinstance(value, Mapping) or (
-        isinstance(value, Sequence) and not isinstance(value, text)
-    )
+    return isinstance(value, (Mapping, Sequence)) and not isinstance(value, text)
 
 
 def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
@@ -129,7 +128,6 @@ def named_leaves(state_dict: Any) -> tuple[list[Name], list[torch.Tensor]]:
     names: list[Name] = []
     tensors: list[torch.Tensor] = []
     for path, tensor in flatten(state_dict):
-        first = path[0]
-        names.append(first if len(path) == 1 and isinstance(first, str) else path)
+        names.append(name_of(path))
         tensors.append(tensor)
     return names, tensors

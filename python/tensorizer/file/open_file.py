@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import json
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 #: Bytes loaded at a time if torch then casts each tensor, or copies it to another device.
 _BATCH_BYTES = 256 << 20
 _CPU = torch.device("cpu")
+#: Bytes that end a ``.tensors`` file.
+_MARK_BYTES = 8
 
 
 class OpenFile:
@@ -157,7 +160,8 @@ class OpenFile:
         """Return the reader of a file's tensors, which the pickle names in files of torch."""
         if reader.format != "torch":
             return reader
-        self._checkpoint = Checkpoint(reader)
+        skips = self._options.get("skip_objects", False)
+        self._checkpoint = Checkpoint(reader, skip_objects=skips)
         return self._checkpoint.reader
 
     @property
@@ -294,6 +298,17 @@ class OpenFile:
     def left_out(self) -> list[str]:
         """Descriptions of the tensors of a checkpoint that no name reaches."""
         return [] if self._checkpoint is None else self._checkpoint.left_out
+
+    def seek_behind(self, file_obj: Any) -> None:
+        """Move a file object to the end of this file, where another one may begin."""
+        reader = self.reader if self._checkpoint is None else self._checkpoint.records_in_order
+        if not reader or len(reader.files()) > 1 or isinstance(file_obj, int):
+            return
+        if opening.is_seekable(file_obj):
+            begins = (begin for _, begin in reader.offsets())
+            end = max(map(operator.add, begins, reader.data_lens()), default=0)
+            # The data of a .tensors file are followed by a mark.
+            file_obj.seek(end + _MARK_BYTES * (reader.format == "tensors"))
 
     def close(self) -> None:
         """Close the file, and end what other threads do with it. Closing again does nothing."""
@@ -506,9 +521,9 @@ class OpenFile:
         self.reader.limit_memory(self.memory_limit, not_readers)
         return most
 
-    def min_memory(self, device: Places = _CPU, *, parts: bool = False) -> int:
-        """Return the smallest memory limit with which tensors, or parts of them, can be read."""
-        return self.reader.minimum_memory(parts, any(map(devices.is_native, all_of(device))))
+    def min_memory(self, device: Places = _CPU) -> int:
+        """Return the smallest memory limit with which tensors can be read."""
+        return self.reader.minimum_memory(False, any(map(devices.is_native, all_of(device))))
 
     def placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: Places

@@ -55,6 +55,9 @@ class ReadOptions(TypedDict, total=False):
             ``TimeoutError``, which says what was waited for. An object that reads later, such as a
             :class:`TensorDeserializer` with ``lazy_load``, gives each later read as much time; that
             of :func:`iterate` counts until its last tensor. None for no limit.
+        skip_objects: Load a file of ``torch.save`` without its objects of classes that torch's
+            restricted unpickler does not allow, instead of raising an error. Nothing of them runs.
+            A warning names the tensors inside them, which are not loaded.
 
     """
 
@@ -68,6 +71,7 @@ class ReadOptions(TypedDict, total=False):
     max_bytes_per_second: int | None
     headers: Mapping[str, str] | None
     timeout: float | None
+    skip_objects: bool
 
 
 class LoadOptions(ReadOptions, total=False):
@@ -142,6 +146,7 @@ _DEFAULTS: dict[str, Any] = {
     "hashes": "all",
     "clear_metadata": False,
     "stale_if_error": False,
+    "skip_objects": False,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,26 +12,25 @@ from torch import _weights_only_unpickler as restricted
 
 from .._errors import FormatError
 from .._types import Name
+from .placeholders import SPECIAL_TENSORS, Placeholder, Unpickler, is_blocked, missing_names
 from .unpickled_tensors import shown
 
-#: Kinds of tensors that only ``torch.load`` can rebuild, by the function that a pickle names.
-_UNSUPPORTED_KINDS = {
-    "_rebuild_qtensor": "a quantized tensor",
-    "_rebuild_nested_tensor": "a nested tensor",
-    "_rebuild_njt": "a nested tensor",
-    "_rebuild_sparse_tensor": "a sparse tensor",
-    "_rebuild_wrapper_subclass": "a tensor of a subclass",
-    "_rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves as an array",
-    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch saves as another",
-}
+#: The most classes that a message names.
+_MAX_SHOWN_CLASSES = 20
 #: The tag of storages' ids in pickles of :func:`tensorizer.torch_compat.tensorizer_saving`.
 PAIR_TAG = "TensorizerPickler"
 
 
 def unpickled(
-    data: bytes, uri: str, persistent_load: Callable[[object], torch.storage.TypedStorage]
+    data: bytes,
+    uri: str,
+    persistent_load: Callable[[object], Any],
+    *,
+    skip_objects: bool = False,
 ) -> Any:
     """Return the object of a pickle, whose storages ``persistent_load`` makes.
+
+    With ``skip_objects``, there are placeholders for objects of classes that are not allowed.
 
     Raises:
         pickle.UnpicklingError: The restricted unpickler refuses it.
@@ -39,23 +38,33 @@ def unpickled(
         FormatError: It is damaged.
 
     """
-    unpickler = restricted.Unpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
+
+    def load(unpickler: Any) -> Any:
+        unpickler.persistent_load = persistent_load
+        return unpickler.load()
+
     # The list of sparse tensors that torch.load is to validate, in this thread or another.
     of_thread = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)  # since torch 2.15
     waiting: list[torch.Tensor] = (
         torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread()
     )
     earlier_ids = {id(tensor) for tensor in waiting}
+    skipped = False
     try:
-        return unpickler.load()
+        try:
+            return load(restricted.Unpickler(io.BytesIO(data), encoding="utf-8"))
+        except Exception:  # of any function that the pickle names
+            if not skip_objects or PAIR_TAG.encode() in data:
+                raise
+            skipped = True
+            return load(Unpickler(data, encoding="utf-8"))
     except pickle.UnpicklingError as error:
         if PAIR_TAG.encode() in data:
             raise FormatError(
-                f"{uri} is one half of an object whose storages are in another file: torch.load it "
-                "inside tensorizer_loading()"
+                f"{uri} is one half of an object whose storages are in another file, as a rule "
+                f"{uri}.tensors: torch.load it inside tensorizer_loading()"
             ) from None
-        raise pickle.UnpicklingError(f"{uri}: {error}") from error
+        raise pickle.UnpicklingError(f"{uri}: {_refusal(data, error, skipped)}") from error
     except (FormatError, MemoryError):
         raise
     except Exception as error:  # of any function that the pickle names
@@ -71,13 +80,32 @@ def unpickled(
         waiting[:] = [t for t in waiting if id(t) in earlier_ids or t.device.type != "meta"]
 
 
+def _refusal(data: bytes, error: pickle.UnpicklingError, skipped: bool) -> str:
+    """Return why the restricted unpickler refuses a pickle, and how to read it nevertheless."""
+    try:
+        missing = missing_names(data)
+    except Exception:  # it is damaged besides
+        missing = []
+    blocked = [name for name in missing if is_blocked(name)]
+    if blocked:
+        return f"it names {', '.join(blocked)}, which could run any program: they are blocked"
+    if skipped or not missing:
+        return _first_line(error)
+    names = ", ".join(missing[:_MAX_SHOWN_CLASSES]) + ", ..." * (len(missing) > _MAX_SHOWN_CLASSES)
+    return (
+        f"torch's restricted unpickler does not allow {names}: skip_objects=True (--skip-objects) "
+        "leaves such objects out, and torch.serialization.add_safe_globals (--allow-class NAME) "
+        "allows classes that you trust"
+    )
+
+
 def _unsupported_kind(data: bytes) -> str | None:
     try:
         names = restricted.get_globals_in_pkl(io.BytesIO(data))
     except Exception:  # it is damaged besides
         return None
-    found = sorted(_UNSUPPORTED_KINDS.keys() & {name.rpartition(".")[2] for name in names})
-    return _UNSUPPORTED_KINDS[found[0]] if found else None
+    found = sorted(SPECIAL_TENSORS.keys() & {name.rpartition(".")[2] for name in names})
+    return SPECIAL_TENSORS[found[0]] if found else None
 
 
 def _first_line(error: Exception) -> str:
@@ -93,30 +121,47 @@ class MetaStorages:
         uri: Its path or address.
         numbers: The numbers of all records, by name.
         lens: The bytes of each record, by number.
+        legacy: True for a file of torch before 1.6, whose storages become records here.
 
     """
 
-    def __init__(self, file: int, uri: str, numbers: dict[str, int], lens: Sequence[int]) -> None:
+    def __init__(
+        self, file: int, uri: str, numbers: dict[str, int], lens: list[int], *, legacy: bool
+    ) -> None:
         self._file, self._uri, self._all, self._lens = file, uri, numbers, lens
+        self._legacy = legacy
+        #: Legacy files: the number of elements of each storage.
+        self.counts: dict[str, int] = {}
         self._by_key: dict[str, torch.storage.TypedStorage] = {}
         #: By the storage's address: the number of the record, and the bytes that tensors may use.
         self._known: dict[int, tuple[int, int]] = {}
 
-    def persistent_load(self, pid: object) -> torch.storage.TypedStorage:
+    def persistent_load(self, pid: object) -> Any:
         """Return the storage of a persistent id of ``torch.save``."""
-        if not isinstance(pid, tuple) or len(pid) != 5:
+        if isinstance(pid, tuple) and len(pid) == 4 and isinstance(pid[1], Placeholder):
+            return pid[1]  # the class of a module, with its source
+        if not isinstance(pid, tuple) or len(pid) != 5 + self._legacy:
             raise FormatError(f"expected the id of a storage, found {shown(pid)} ({self._uri})")
-        _, kind, key, _, count = pid
+        _, kind, key, _, count, *parts = pid
+        if parts not in ([], [None]):
+            raise FormatError(
+                f"storage {shown(key)} is a part of another one, which only torch.load reads "
+                f"({self._uri})"
+            )
         dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "dtype", None)
         if not (isinstance(dtype, torch.dtype) and isinstance(key, str) and type(count) is int):
             raise FormatError(f"damaged id of a storage: {shown(pid)} ({self._uri})")
         found = self._by_key.get(key)
         if found is not None:
             return found
-        number = self._all.get(f"{self._file}/data/{key}")
+        length, name = count * dtype.itemsize, f"{self._file}/data/{key}"
+        if self._legacy:
+            self._all[name] = len(self._lens)
+            self._lens.append(length)
+            self.counts[key] = count
+        number = self._all.get(name)
         if number is None:
             raise FormatError(f"storage {shown(key)} has no record in {self._uri}")
-        length = count * dtype.itemsize
         # A record may have a few bytes after the last element of its storage.
         if not 0 <= length <= self._lens[number] < length + dtype.itemsize:
             raise FormatError(

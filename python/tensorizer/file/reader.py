@@ -233,8 +233,15 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         if isinstance(name, (str, tuple)):
             # Names that no file can hold are a ``ValueError``.
             with contextlib.suppress(KeyError, ValueError):
-                self._file.find(name)
-                return KeyError(f"Tensor {name!r} of {self._file.uri} was left out by filter_func")
+                number = self._file.find(name)
+                if self._filter is not None:
+                    return KeyError(
+                        f"Tensor {name!r} of {self._file.uri} was left out by filter_func"
+                    )
+                steps = "".join(f"[{step!r}]" for step in path_of(self._file.reader.name(number)))
+                return KeyError(
+                    f"Tensor {name!r} of {self._file.uri} is nested: expected {steps}, key by key"
+                )
         return self._file.missing(name)
 
     def get(self, name: Any, default: Any = None) -> Any:
@@ -527,8 +534,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         state.warn_of_dtypes(m, found, [str(name) for name in names], dtypes)
         rows = list(zip(slots, tensors, chosen, strict=True))
         if only_changed:
-            named = list(zip(names, chosen, tensors, strict=True))
-            same = unchanged.find_unchanged(m, reader, named, dtypes, self._device)
+            named = list(zip(names, chosen, tensors, dtypes, strict=True))
+            same = unchanged.find_unchanged(m, reader, named, self._device)
             rows = [row for row in rows if row[2] not in same]
         unchanged.forget(m, names)
         self._fill(m, rows, verify)
@@ -540,12 +547,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self.close()
         return len(rows)
 
-    def _fill(
-        self,
-        m: torch.nn.Module,
-        rows: list[tuple[state.TensorSlot, torch.Tensor | None, int]],
-        verify: str,
-    ) -> None:
+    def _fill(self, m: torch.nn.Module, rows: list[state.Row], verify: str) -> None:
         """Load tensors into their slots; rows have the tensors that are there, and the numbers."""
         sharded = sharded_slots(rows)
         cut = {number for _, number in sharded}
@@ -606,7 +608,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         limit = self._file.memory_limit
         with self._file.reopened() as reader:
             copy_to_redis(
-                reader, self._selection, redis_client, key_prefix, force, memory_limit=limit
+                reader, self._selection, redis_client, key_prefix, force=force, limit=limit
             )
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:

@@ -111,7 +111,7 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     if normal not in _MODES:
         raise ValueError(f"expected a binary mode such as 'rb', found {mode!r}")
     for name, position in (("begin", begin), ("end", end)):
-        check_number(name, position, least=0, wanted="at least 0")
+        check_number(name, position, least=0)
     server = scheme(path_uri) if isinstance(path_uri, str) else None
     if isinstance(path_uri, str) and server is not None:
         if s3_signature_version not in (None, "v4", "s3v4"):
@@ -205,16 +205,9 @@ def s3_upload(  # noqa: PLR0917  # the order is that of the old package
 
     ``timeout`` are the seconds of the whole call.
     """
-    target = open_stream(
-        target_uri,
-        "wb",
-        s3_access_key_id,
-        s3_secret_access_key,
-        s3_endpoint,
-        force_http=_is_plain(s3_endpoint),
-        s3_region_name=s3_region_name,
-        s3_signature_version=s3_signature_version,
-    )
+    keys = s3_access_key_id, s3_secret_access_key
+    s3 = {"s3_region_name": s3_region_name, "s3_signature_version": s3_signature_version}
+    target = _open_s3(target_uri, "wb", keys, s3_endpoint, **s3)
     with target, Path(path).open("rb") as file:
         shutil.copyfileobj(file, target, 8 << 20)
 
@@ -234,25 +227,19 @@ def s3_download(  # noqa: PLR0917  # the order is that of the old package
     timeout: float | None = None,
 ) -> CURLStreamFile:
     """Open an object for reading; see :func:`open_stream`. An ``http://`` endpoint is accepted."""
-    stream = open_stream(
-        path_uri,
-        "rb",
-        s3_access_key_id,
-        s3_secret_access_key,
-        s3_endpoint,
-        None,
-        buffer_size,
-        _is_plain(s3_endpoint),
-        begin=begin,
-        end=end,
-        s3_region_name=s3_region_name,
-        s3_signature_version=s3_signature_version,
-        certificate_handling=certificate_handling,
-        timeout=timeout,
+    keys = s3_access_key_id, s3_secret_access_key
+    s3 = {"s3_region_name": s3_region_name, "s3_signature_version": s3_signature_version}
+    part = {"begin": begin, "end": end, "buffer_size": buffer_size, "timeout": timeout}
+    stream = _open_s3(
+        path_uri, "rb", keys, s3_endpoint, certificate_handling=certificate_handling, **s3, **part
     )
     assert isinstance(stream, CURLStreamFile)
     return stream
 
 
-def _is_plain(endpoint: str | None) -> bool | None:
-    return True if endpoint is not None and endpoint.lower().startswith("http://") else None
+def _open_s3(
+    uri: str, mode: str, keys: tuple[str | None, str | None], endpoint: str | None, **more: Any
+) -> Any:
+    """Open an object; ``more`` are arguments of :func:`open_stream`."""
+    is_plain = endpoint is not None and endpoint.lower().startswith("http://")
+    return open_stream(uri, mode, *keys, endpoint, force_http=is_plain or None, **more)

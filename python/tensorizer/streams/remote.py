@@ -29,12 +29,7 @@ class RemoteFile(io.BufferedIOBase):
     """
 
     def _begin(
-        self,
-        uri: str,
-        options: OpenOptions,
-        begin: int | None,
-        end: int | None,
-        buffer_size: int | None,
+        self, uri: str, options: OpenOptions, begin: int | None, end: int | None, buffer: int | None
     ) -> None:
         if begin is not None and begin < 0:
             raise ValueError(f"begin must not be negative, but is {begin}")
@@ -48,7 +43,7 @@ class RemoteFile(io.BufferedIOBase):
         self._headers = self._source.headers()
         self._end = end
         self._position = begin or 0
-        self._request_bytes = buffer_size or _READ_AHEAD
+        self._request_bytes = buffer or _READ_AHEAD
         self._buffer = b""
         self._buffer_start = 0
         self._context: list[str] = []

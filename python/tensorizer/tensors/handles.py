@@ -88,6 +88,12 @@ def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if castable else dtype
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in the order of its elements."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that shares no memory, byte for byte.
 

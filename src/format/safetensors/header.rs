@@ -1,7 +1,7 @@
 //! Parses headers.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 
 use serde::Deserialize;
@@ -48,10 +48,13 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
         .sort_unstable_by(|(a, one), (b, two)| (one.data_offsets, a).cmp(&(two.data_offsets, b)));
     let mut entries = Vec::with_capacity(tensors.len());
     let mut end = 0;
-    for (key, info) in tensors {
-        let name = Name::from_key(&key).map_err(malformed)?;
+    for (key, info) in &tensors {
+        let name = Name::from_key(key).map_err(malformed)?;
         let fail = |what: String| malformed(format!("tensor `{name}`: {what}"));
-        let (dtype, shape) = info.placed(end).map_err(fail)?;
+        let (dtype, shape) = info.placed(end).map_err(|what| match twice(&tensors) {
+            Some(name) => malformed(format!("tensor `{}` comes twice", Shortened(name))),
+            None => fail(what),
+        })?;
         let (from, to) = info.data_offsets;
         end = to;
         let data_offset = data_at.checked_add(from).filter(|at| i64::try_from(*at).is_ok());
@@ -61,6 +64,12 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
     let end = data_at.saturating_add(end);
     let metadata = raw.metadata.map(|pairs| pairs.into_iter().collect());
     Ok(SafetensorsHeader { entries, metadata, end })
+}
+
+/// A name that two tensors have.
+fn twice<'t>(tensors: &'t [(Cow<'_, str>, TensorFields<'_>)]) -> Option<&'t str> {
+    let mut names = HashSet::new();
+    tensors.iter().map(|(name, _)| &**name).find(|name| !names.insert(*name))
 }
 
 /// A header before it is validated.

@@ -141,7 +141,8 @@ fn ended(mut json: String) -> Result<Vec<u8>> {
     let len = json.len().next_multiple_of(size_of::<u64>());
     if len as u64 > MAX_HEADER_LEN {
         let what = format!(
-            "names and shapes need a header of {len} bytes, expected at most {MAX_HEADER_LEN}"
+            "names, shapes and metadata need a safetensors header of {len} bytes, expected at most \
+             {MAX_HEADER_LEN}: save shards (max_shard_size=, --max-shard-size), or a .tensors file"
         );
         return Err(refused(what));
     }

@@ -123,8 +123,8 @@ pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
         [_, _, _, _, _, 0, 0, 0, b'{', ..] => "and this looks like a safetensors file",
         [b'P', b'K', 5, 6, ..] => "and this looks like a zip archive that holds nothing",
         [0x80, 2..=5, ..] => {
-            "and this looks like a pickle, which torch before 1.6 or with \
-             _use_new_zipfile_serialization=False wrote: torch.load it once and torch.save it again"
+            "and this looks like a pickle that torch.save did not write: the program that wrote it \
+             can load it, and save its tensors"
         }
         [0x1f, 0x8b, ..] => "and this looks like a gzip file: decompress it first",
         [b'G', b'G', b'U', b'F', ..] => "and this looks like a GGUF file",

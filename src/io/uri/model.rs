@@ -56,6 +56,11 @@ fn is_pipe(file: &File, uri: &str) -> Result<bool> {
 /// torch's.
 const CHECKPOINTS: [&str; 2] = ["checkpoint.json", ".metadata"];
 
+/// True for the name of a safetensors file that torch saves there, with parts of tensors.
+fn is_part(name: &str) -> bool {
+    name.starts_with("shard-") && name.ends_with(".safetensors")
+}
+
 /// The file that is opened for a folder.
 fn file_in_folder(folder: &Path) -> Result<PathBuf> {
     let usual = MODEL_FILE_NAMES.iter().map(|name| folder.join(name)).find(|path| path.exists());
@@ -69,13 +74,15 @@ fn file_in_folder(folder: &Path) -> Result<PathBuf> {
         names.extend(entry.map_err(refused)?.file_name().into_string());
     }
     names.sort_unstable();
-    let is_checkpoint = CHECKPOINTS.iter().any(|name| names.iter().any(|found| found == name));
+    let is_checkpoint = CHECKPOINTS.iter().any(|name| names.iter().any(|found| found == name))
+        || names.iter().filter(|name| is_part(name)).nth(1).is_some();
     // The `.tensors` files of a checkpoint have only parts of its tensors.
     let skipped = usize::from(is_checkpoint);
     for is_wanted in UNIQUE_KINDS.iter().take(UNIQUE_KINDS.len() - skipped) {
         let mut found = names.iter().filter(|name| is_wanted(name));
         match (found.next(), found.next()) {
             (Some(only), None) => return Ok(folder.join(only)),
+            (Some(one), Some(_)) if is_part(one) => break,
             (Some(one), Some(other)) => {
                 let what =
                     format!("it holds `{one}`, `{other}` and perhaps more: name one of them");
