@@ -48,7 +48,9 @@ _DECRYPTING = {
 #: The prefix and the title of the key that commands encrypt with.
 _ENCRYPTING = {"encrypt": ("", "the key, one of"), "rekey": ("new-", "the new key, one of")}
 #: Options that are None for a command without them.
-_OPTIONAL = "quiet json skip_objects clear_metadata max_shard_size readers memory_limit"
+_OPTIONAL = (
+    "quiet json key skip_objects allow_class clear_metadata max_shard_size readers memory_limit"
+)
 #: The largest alignment that the core writes.
 _LARGEST_ALIGNMENT = 2 << 20
 #: More bytes than any memory has.
@@ -196,12 +198,16 @@ def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     limit = "most bytes in flight, such as 64MiB, including the tensors of a copy"
     add(_READING, "--memory-limit", limit, type=_bytes, metavar="N")
     flag(_READING, "-q --quiet", "no progress and no summary")
+    part = "only the tensors below a key such as state_dict or model.ema, and their names below it"
+    add("ls info verify cp", "--key", part, metavar="NAME")
     flag(
-        "diff cp encrypt",
+        "ls info diff cp encrypt",
         "--skip-objects",
-        "leave out tensors of a torch.save checkpoint that no name reaches, as those "
-        "inside objects; without it they are an error",
+        "leave out tensors of a torch.save checkpoint that no name reaches, as those inside "
+        "objects; without it, copies and comparisons refuse them",
     )
+    allowed = "MODULE.NAME of a class that you trust in a torch.save checkpoint; may be repeated"
+    add("ls info load diff cp encrypt", "--allow-class", allowed, action="append", metavar="NAME")
     alignment = _number(1, _LARGEST_ALIGNMENT, "power of two")
     add(_COPYING, "--alignment", "of tensors' data, in bytes; 64", type=alignment, metavar="N")
     flag(_COPYING, "--verify", "read both again and compare them, with status 1 if they differ")

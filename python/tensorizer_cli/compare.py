@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from tensorizer import CryptographyError
 from tensorizer._types import Name
+from tensorizer.tensors.handles import bytes_of
 
 from . import keys
-from .file import BatchedFile, bytes_of, open_file
+from .file import BatchedFile, open_file
 from .file_description import text
 from .output import Report, brief, plural
 from .progress import Progress
@@ -77,18 +78,19 @@ def differences(
         OSError, ValueError, CryptographyError: One of the files cannot be read.
 
     """
-    for batch in file.batches(file.share_memory_with(other)):
-        same = {number: other.reader.find(file.names[number]) for number in batch}
+    most = file.share_memory_with(other)
+    for batch in file.batches(most):
+        same = {number: other.find(file.names[number]) for number in batch}
         found = {number: _described(file, number, other, same[number]) for number in batch}
         pairs = [
             (number, its)
             for number, its in same.items()
             if its is not None and found[number] is None and file.data_lens[number]
         ]
-        found.update(_of_data(file, other, pairs, copied))
+        found.update(_of_data(file, other, pairs, copied, most))
         yield from filter(None, found.values())
     for name in other.names:
-        if file.reader.find(name) is None:
+        if file.find(name) is None:
             yield _difference(name, "only_in_other", f"only in {other.shown}: {text(name)}")
     for name in {**file.metadata, **other.metadata}:
         mine, theirs = file.metadata.get(name), other.metadata.get(name)
@@ -123,26 +125,38 @@ def _described(
 
 
 def _of_data(
-    file: BatchedFile, other: BatchedFile, pairs: list[tuple[int, int]], copied: bool
+    file: BatchedFile, other: BatchedFile, pairs: list[tuple[int, int]], copied: bool, most: int
 ) -> Iterator[tuple[int, Difference]]:
     """Load and compare the data of tensors with equal entries."""
-    mine, _ = file.load([number for number, _ in pairs], "nothing")
-    numbers = [same for _, same in pairs]
-    theirs: Iterable[torch.Tensor | Exception]
-    if copied:
-        verify = "all" if other.reader.format == "tensors" else "nothing"
-        theirs = other.load_undamaged(numbers, verify)
-    else:
-        theirs, _ = other.load(numbers, "nothing")
-    for (number, _), one, two in zip(pairs, map(bytes_of, mine), theirs, strict=True):
+    numbers = [number for number, _ in pairs]
+    others = [same for _, same in pairs]
+    # A tensor larger than a batch is alone, and comes in pieces, unless its hashes need all of it.
+    in_pieces = len(pairs) == 1 and file.data_lens[numbers[0]] > most
+    has_hashes = copied and other.reader.format == "tensors"
+    theirs: Iterable[torch.Tensor | Exception | None] = [None]
+    if has_hashes:
+        theirs = other.load_undamaged(others, "all")
+    elif not in_pieces:
+        theirs = other.load(others, "nothing")[0]
+    mine: Iterable[torch.Tensor | None] = [None]
+    if not in_pieces:
+        mine = file.load(numbers, "nothing")[0]
+    for (number, same), one, two in zip(pairs, mine, theirs, strict=True):
         name = file.names[number]
         if isinstance(two, Exception):
             line = f"{text(name)}: {two}"
             yield number, _difference(name, "damage", line, message=str(two))
             continue
-        pieces = zip(one.split(_PIECE), bytes_of(two).split(_PIECE), strict=True)
-        count, total = sum(int((a != b).sum()) for a, b in pieces), one.numel()
+        pieces = zip(file.pieces(number, most, one), other.pieces(same, most, two), strict=True)
+        count, total = sum(map(_differing, pieces)), file.memory_lens[number]
         if count:
             differ = "differs" if count == 1 else "differ"
             line = f"{text(name)}: {count:,} of {plural(total, 'byte')} {differ}"
             yield number, _difference(name, "data", line, bytes=count, of=total)
+
+
+def _differing(pair: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """Return the number of bytes that differ."""
+    one, two = map(bytes_of, pair)
+    pieces = zip(one.split(_PIECE), two.split(_PIECE), strict=True)
+    return sum(int((a != b).sum()) for a, b in pieces)

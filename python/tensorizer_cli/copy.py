@@ -26,6 +26,7 @@ from .compare import differences
 from .file import DAMAGES, BatchedFile, open_file, stated_hashes
 from .file_description import size, text
 from .output import Report, copy_to_output, plural, without_password
+from .parts import one_part
 from .progress import Progress
 
 _ALIGNMENT = 64
@@ -55,9 +56,13 @@ def copy(options: argparse.Namespace) -> int:
     if options.max_shard_size is not None and not loads_all:
         raise ValueError("--max-shard-size is for targets that end with .safetensors")
     found: list[dict[str, Any]] = []
-    hashes = stated_hashes(options) if command == "cp" else {}
-    with open_file(options.file, options, options.decryption, mmap=loads_all, **hashes) as source:
+    more: dict[str, Any] = {"key": options.key, "mmap": loads_all}
+    more |= stated_hashes(options) if command == "cp" else {}
+    with open_file(options.file, options, options.decryption, **more) as source:
         _check(source, options)
+        part = one_part(source) if loads_all else None
+        if part is not None:
+            source.use_part(part[1])
         # Of shards the index is what is read again.
         written = _store(source, target, options)
         seconds = time.monotonic() - begun
@@ -69,6 +74,10 @@ def copy(options: argparse.Namespace) -> int:
         f"{_DONE[command]}: {plural(len(source), 'tensor')}, {size(source.total)} in "
         f"{seconds:.2f} s, {size(rate)}/s, to {shown}"
     )
+    if part is not None:
+        report.done(
+            f"the names are those below {part[0]}: safetensors has no nested ones (see --key)"
+        )
     if source.left_out:
         names = ", ".join(source.left_out[:_SHOWN]) + (", ..." * (len(source.left_out) > _SHOWN))
         report.done(f"left out (not tensors): {plural(len(source.left_out), 'object')} ({names})")
@@ -147,7 +156,7 @@ def _store(source: BatchedFile, target: str, options: argparse.Namespace) -> Any
                 source = BatchedFile(file.fileno(), memory_limit=options.memory_limit)
                 opened.enter_context(source)
             every, limit = range(len(source)), source.memory_limit
-            copy_to_redis(source.reader, every, *server, force=True, memory_limit=limit)
+            copy_to_redis(source.reader, every, *server, force=True, limit=limit)
         else:
             return _write(source, target, options)
     return target
@@ -186,6 +195,7 @@ def _write(source: BatchedFile, target: str | int, options: argparse.Namespace) 
             # Once it is written, tensors of the copy are held too.
             min_memory = max(min_memory, source.largest + source.file.min_memory())
         most, beside = source.reserve_memory(min_memory)
+        batches = list(source.batches(most))
         with FileWriter(
             target,
             encryption=encryption,
@@ -196,11 +206,12 @@ def _write(source: BatchedFile, target: str | int, options: argparse.Namespace) 
             reserved_memory=0 if limit is None else limit - beside,
             allow_meta=True,
             progress=progress,
+            room_for_more=len(batches) > 1,
         ) as writer:
             if source.reader.pair_id is not None:
                 # A copy is as good a storage file of a saved object.
                 writer.set_pair_id(source.reader.pair_id)
-            for batch in source.batches(most):
+            for batch in batches:
                 tensors, modules = source.load(batch, verify)
                 kinds = [TensorType(source.kinds[n]) for n in batch]
                 writer.write([source.names[n] for n in batch], kinds, modules, tensors)

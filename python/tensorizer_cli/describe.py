@@ -25,12 +25,17 @@ def _open(options: argparse.Namespace, *, with_heads: bool = False) -> FileDescr
     torch is imported only for checkpoints of ``torch.save``, whose pickles it reads, for folders of
     distributed checkpoints, and for input that can be read only once.
     """
-    found = open_without_torch(options.file, with_heads)
+    found = None if options.key is not None else open_without_torch(options.file, with_heads)
     if found is not None:
         return found
     from .file import open_file
 
-    return open_file(options.file, options, names_only=True, heads=() if with_heads else None)
+    more: dict[str, Any] = {} if options.key is None else {"key": options.key}
+    more |= {"heads": () if with_heads else None}
+    file = open_file(options.file, options, names_only=True, **more)
+    if options.skip_objects:
+        file.unreached = []
+    return file
 
 
 def ls(options: argparse.Namespace) -> int:

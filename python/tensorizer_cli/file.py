@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from tensorizer.streams.addresses import is_there
 from tensorizer.tensors.batches import in_batches
 
 from .file_description import CHECKPOINT, FileDescription
+from .parts import below
 
 #: Errors that mean that a file or a tensor is not as it was written.
 DAMAGES = (HashMismatchError, CryptographyError, FormatError)
@@ -51,8 +53,11 @@ def open_file(
     """
     folder, limit = checkpoint_folder(file), options.memory_limit
     opened: BatchedFile
+    allow_classes(options.allow_class or ())
     if folder is not None and "sha256" in more:
         raise ValueError(f"{folder} is a checkpoint: --sha256 and --sums are for other files")
+    if folder is not None and more.get("key") is not None:
+        raise ValueError(f"{folder} is a checkpoint of many ranks: --key is for other files")
     if folder is None:
         more |= {"num_readers": options.readers, "memory_limit": limit, "progress": progress}
         opened = BatchedFile(file, params, **more)
@@ -78,6 +83,22 @@ def stated_hashes(options: argparse.Namespace) -> dict[str, Any]:
     return {"sha256": known}
 
 
+def allow_classes(names: Sequence[str]) -> None:
+    """Allow classes and functions to the restricted unpickler, for the rest of the process.
+
+    Raises:
+        ImportError: A module cannot be imported.
+        ValueError: It has nothing of that name.
+
+    """
+    for name in names:
+        module, _, own = name.rpartition(".")
+        found = getattr(importlib.import_module(module or "builtins"), own, None)
+        if found is None:
+            raise ValueError(f"--allow-class {name}: expected MODULE.NAME, found no such name")
+        torch.serialization.add_safe_globals([(found, name)])
+
+
 def checkpoint_folder(file: str) -> str | None:
     """Return the path or address of the folder of a checkpoint; None for another file."""
     path = local_path(file)
@@ -86,10 +107,20 @@ def checkpoint_folder(file: str) -> str | None:
     return path if (Path(path) / CHECKPOINT).is_file() else None
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in the order of its elements."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+def _boxes(shape: Sequence[int], itemsize: int, most: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the ranges in each dimension of pieces of at most so many bytes, in order."""
+    row = math.prod(shape[1:]) * itemsize
+    if not shape or row * shape[0] <= most:
+        yield [(0, size) for size in shape]
+        return
+    step = max(1, most // row)
+    for start in range(0, shape[0], step):
+        rows = start, min(start + step, shape[0])
+        rest = (
+            [[(0, size) for size in shape[1:]]] if step > 1 else _boxes(shape[1:], itemsize, most)
+        )
+        for ends in rest:
+            yield [rows, *ends]
 
 
 class BatchedFile(FileDescription):
@@ -98,23 +129,50 @@ class BatchedFile(FileDescription):
     Args:
         file: A path, an address or a descriptor.
         params: The key or passphrase. Names and shapes need none.
+        key: Only the tensors below this key, without it in their names; None for all.
         options: Options of :class:`tensorizer.file.open_file.OpenFile`. The tensors of a batch
             count for its ``memory_limit``.
 
     """
 
     def __init__(
-        self, file: str | int, params: DecryptionParams | None = None, **options: Any
+        self,
+        file: str | int,
+        params: DecryptionParams | None = None,
+        *,
+        key: str | None = None,
+        **options: Any,
     ) -> None:
         self._has_key = params is not None
-        self.file = OpenFile(file, encryption=params, key_needed=False, **options)
-        super().__init__(str(file), self.file.reader, self.file.heads)
+        # Objects of other classes are no tensors; those inside of them are refused by copies.
+        options |= {"encryption": params, "key_needed": False, "skip_objects": True}
+        self._opened = self.file = OpenFile(file, **options)
+        #: The number in the file of each tensor.
+        self._in_file: Sequence[int] = range(len(self._opened))
+        try:
+            self._describe(str(file))
+            if key is not None:
+                self.use_part(below(self.names, key, self.shown))
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def _describe(self, shown: str) -> None:
+        super().__init__(shown, self.file.reader, self._opened.heads)
         self.unreached = self.file.left_out
         self.is_local = self.file.is_local
         self.memory_limit = effective_memory_limit(self.file.memory_limit)
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
+        self._opened.close()
+
+    def use_part(self, names: dict[int, Name]) -> None:
+        """Use only some tensors, by the numbers that they have now, under other names."""
+        self._in_file = [self._in_file[number] for number in names]
+        self.file = self._opened.sliced([(number, None) for number in self._in_file])
+        self._describe(self.shown)
+        self.names = list(names.values())
+        self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def decrypt(self, params: DecryptionParams) -> None:
         """Decrypt the data that is loaded from now on."""
@@ -169,6 +227,25 @@ class BatchedFile(FileDescription):
             if len(numbers) == 1:
                 return [error]
             return [one for number in numbers for one in self.load_undamaged([number], verify)]
+
+    def pieces(self, number: int, most: int, loaded: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        """Yield a tensor in pieces, which are read if it is not loaded.
+
+        Pieces are so small that four of them are no more than ``most`` bytes: of two files that are
+        compared, the next pieces are read while the last ones are still there.
+        """
+        shape = self.types[number][1]
+        itemsize = self.memory_lens[number] // max(1, math.prod(shape))
+        if loaded is None and self.file.strided([number]):
+            # A piece would need the whole storage.
+            loaded = self.load([number], "nothing")[0][0]
+        for box in _boxes(shape, itemsize, max(1, most // 4)):
+            if loaded is not None:
+                yield loaded[tuple(slice(*ends) for ends in box)]
+            else:
+                part = self.file.sliced([(number, box)])
+                ((_, tensor, _),) = part.load([0], torch.device("cpu"))
+                yield tensor
 
     def load_all(self, device: torch.device, verify: bool) -> list[torch.Tensor]:
         """Return all tensors on a device, compared with their hashes if ``verify`` is true."""
@@ -235,12 +312,12 @@ class _CheckpointFile(BatchedFile):
     def __init__(self, folder: str, params: DecryptionParams | None, **options: Any) -> None:
         from tensorizer.distributed.whole_tensors import WholeTensors  # takes long to import
 
-        self._opened = contextlib.ExitStack()
-        self._whole = whole = self._opened.enter_context(WholeTensors(folder, params, **options))
+        self._stack = contextlib.ExitStack()
+        self._whole = whole = self._stack.enter_context(WholeTensors(folder, params, **options))
         first = None
         if whole.files:
             file = OpenFile(whole.files[0], key_needed=False)
-            first = self._opened.enter_context(file).reader
+            first = self._stack.enter_context(file).reader
         count, described = len(whole.names), [whole.describe(name) for name in whole.names]
         lens = [math.prod(shape) * dtype.itemsize for dtype, shape in described]
         types = [(str(dtype).removeprefix("torch."), tuple(shape)) for dtype, shape in described]
@@ -270,7 +347,7 @@ class _CheckpointFile(BatchedFile):
         self._has_key = True
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._stack.close()
 
     def decrypt(self, params: DecryptionParams) -> None:
         """Refuse: its files were opened with their key, or are not encrypted."""
@@ -280,6 +357,11 @@ class _CheckpointFile(BatchedFile):
         """Return tensors, and their module indices."""
         names = [self._whole.names[number] for number in numbers]
         return list(self._whole.load(names, verify)), [0] * len(names)
+
+    def pieces(self, number: int, most: int, loaded: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        """Yield a tensor in pieces; it is read as a whole."""
+        tensor = self.load([number], "nothing")[0][0] if loaded is None else loaded
+        return super().pieces(number, most, tensor)
 
     def load_all(self, device: torch.device, verify: bool) -> list[torch.Tensor]:
         """Return all tensors on a device, compared with their hashes if ``verify`` is true."""

@@ -51,6 +51,8 @@ class FileDescription:
         self.total: int = sum(self.data_lens)
         #: Bytes of the largest tensor.
         self.largest: int = max(self.data_lens, default=0)
+        #: The numbers of tensors by name, if these are not the names in the file.
+        self._numbers: dict[Name, int] | None = None
         #: The names of objects that are no tensors.
         self.left_out: list[str] = []
         #: Descriptions of the tensors of a checkpoint of ``torch.save`` that no name reaches.
@@ -64,6 +66,13 @@ class FileDescription:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def find(self, name: Name) -> int | None:
+        """Return the number of a tensor; None if there is none of this name."""
+        if self._numbers is not None:
+            return self._numbers.get(name)
+        found: int | None = self.reader.find(name)
+        return found
 
     @cached_property
     def metadata(self) -> dict[str, str]:

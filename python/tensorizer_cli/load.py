@@ -12,10 +12,11 @@ import torch
 from tensorizer import stats
 from tensorizer._native import local_path, time_first_touch
 from tensorizer.file.arguments import resolve_device
+from tensorizer.tensors.handles import bytes_of
 
 from . import keys
 from .advice import advice, limit
-from .file import bytes_of, checkpoint_folder, open_file
+from .file import checkpoint_folder, open_file
 from .file_description import size
 from .output import Report, plural, without_password
 from .progress import Progress

@@ -18,6 +18,10 @@ from typing import IO, Any, TextIO
 _UNSHOWN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
+#: Calls of Python that messages name as a way out.
+_PYTHON = re.compile(
+    r"\btorch\.(?:jit\.)?load\b|\btensorizer(?:\.\w+)*\.\w+\(|\b(?:tensorizer_loading|Reader)\("
+)
 #: Codes of the styles of a terminal.
 BOLD, DIM = "1", "2"
 
@@ -134,8 +138,15 @@ def error_line(kind: str, message: str, json_wanted: bool, what: str = "error") 
 
 def report_error(error: BaseException, json_wanted: bool) -> None:
     """Print an error on the standard error output."""
-    message = without_password(_message(error))
+    message = _for_the_command(without_password(_message(error)))
     print_error(error_line(type(error).__name__, message, json_wanted))
+
+
+def _for_the_command(message: str) -> str:
+    """Say of a call of Python that the command has nothing instead, unless an option is named."""
+    if not _PYTHON.search(message) or re.search(r"(?<!\S)--[a-z]", message):
+        return message
+    return f"{message} (in a Python program: the command cannot do it)"
 
 
 def _message(error: BaseException) -> str:
@@ -152,7 +163,7 @@ def warnings_reported(json_wanted: bool) -> Iterator[None]:
     """Print warnings on the standard error output, without the line of code that warns."""
 
     def report_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        text = without_password(str(message))
+        text = _for_the_command(without_password(str(message)))
         print_error(error_line(category.__name__, text, json_wanted, "warning"))
 
     with warnings.catch_warnings():

@@ -34,6 +34,7 @@ def verify(options: argparse.Namespace) -> int:
             options,
             keys.decryption(options),
             progress=progress,
+            key=options.key,
             **stated_hashes(options),
         ) as file,
     ):

@@ -47,12 +47,17 @@ def test_cp_keeps_everything(tmp_path, path, capsys):
     original = str(tmp_path / "m.tensors")
     with TensorSerializer(original) as serializer:
         serializer.write_module(module)
-    copied = str(tmp_path / "copy.tensors")
+    copied, again = str(tmp_path / "copy.tensors"), str(tmp_path / "again.tensors")
     for source in (original, path):
         assert run("cp", source, copied) == 0
-        assert (tmp_path / "copy.tensors").read_bytes() == Path(source).read_bytes()
+        assert run("cp", copied, again) == 0
+        assert Path(again).read_bytes() == Path(copied).read_bytes()
         assert run("diff", source, copied) == 0
         assert "the same" in capsys.readouterr().out
+    # That of a serializer has room in its index for more tensors.
+    assert os.path.getsize(copied) == os.path.getsize(path)
+    assert run("cp", original, copied) == 0
+    assert os.path.getsize(copied) < os.path.getsize(original) - 200_000
     assert run("cp", "--alignment", 1, path, copied) == 0
     assert os.path.getsize(copied) < os.path.getsize(path)
     assert run("diff", path, copied) == 0
