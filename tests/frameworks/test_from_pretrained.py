@@ -307,3 +307,63 @@ def test_a_tokenizer_is_loaded(tmp_path, nginx):
         assert type(ours) is type(theirs) and ours.chat_template == theirs.chat_template
         assert ours("a word or two")["input_ids"] == theirs("a word or two")["input_ids"]
         assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
+def assert_same_tensors(left, right):
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert_same(left[name], tensor)
+
+
+def test_a_folder_that_torchao_has_quantized(tmp_path, nginx):
+    """Its files hold the parts of each tensor, and metadata that put them together."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    how = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=how
+    )
+    words = torch.arange(10)[None]
+    for name, options in (("whole", {}), ("shards", {"max_shard_size": "20KB"})):
+        folder = nginx.root / f"torchao-{name}"
+        model.save_pretrained(folder, **options)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(words).logits
+        for uri in (folder, f"{nginx.http}/torchao-{name}/"):
+            found = from_pretrained(uri)
+            assert type(found.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"
+            assert torch.equal(found(words).logits, expected)
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_shards_of_diffusers_are_found(tmp_path, nginx, variant, safe):
+    torch.manual_seed(0)
+    model = diffusers.UNet2DModel(
+        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    folder = nginx.root / f"unet-{variant}-{safe}"
+    options = {"safe_serialization": safe} | ({} if variant is None else {"variant": variant})
+    model.save_pretrained(folder, max_shard_size="100KB", **options)
+    assert len([*folder.glob("*-of-*")]) > 1
+    for uri in (folder, f"{nginx.http}/{folder.name}/"):
+        found = from_pretrained(uri, **({} if variant is None else {"variant": variant}))
+        assert_same_tensors(found.state_dict(), model.state_dict())
+        assert_same_tensors(tensorizer.load(uri), model.state_dict())
+
+
+def test_weights_of_older_torch_are_loaded(tmp_path):
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=32, vocab_size=50)  # fmt: skip
+    model = transformers.BertModel(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(
+        model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
+    assert_same_tensors(from_pretrained(tmp_path).state_dict(), model.state_dict())

@@ -11,6 +11,7 @@ from ..file.open_file import OpenFile
 from .libraries import library
 from .model_spec import GENERATION_CONFIG, ModelSpec
 from .remote_code import entry
+from .torchao import metadata_of
 from .weights import TensorFileOptions, Weights
 
 #: Arguments with which the library accesses a tensor more than once.
@@ -39,15 +40,16 @@ def build(spec: ModelSpec, file: OpenFile, options: TensorFileOptions) -> Any:
         dtype = "auto" if known else weights.floating_dtype
     if "generation_config" not in kwargs and (found := _generation_config(spec)) is not None:
         kwargs["generation_config"] = found
-    result = cls.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=dtype,
-        device_map=device_map,
-        trust_remote_code=spec.trust_remote_code,
-        **kwargs,
-    )
+    with metadata_of(file, config, options.headers):
+        result = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=spec.trust_remote_code,
+            **kwargs,
+        )
     model = result[0] if isinstance(result, tuple) else result
     model.name_or_path = model.config.name_or_path = spec.folder.shown
     return result

@@ -96,7 +96,7 @@ def open_weights(
         except FileNotFoundError as error:
             # The index itself may be missing, but not a shard that it names.
             text = str(error)
-            if name.endswith(".index.json") and name not in text and _WEIGHTS.search(text):
+            if name.endswith(".json") and name not in text and _WEIGHTS.search(text):
                 raise
         except PermissionError as error:
             refused = refused or error
@@ -179,8 +179,7 @@ class TensorFileOptions:
                 return planned(file).load()
             from ..file.collective_load import load_opened  # torch.distributed is slow to import
 
-            each = self._each_reads
-            return load_opened(self.members, file, planned, self.progress, each_reads=each)
+            return load_opened(self.members, file, planned, self.progress, self._each_reads)
 
 
 class Weights(Mapping[str, Any]):
