@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import pickle
+import re
 import types
 from pathlib import Path
 
@@ -306,6 +307,49 @@ def test_copies_stay_halves(pair):
     ) as file:
         assert file._file.reader.pair_id == before
     assert_state(load(pair, {"encryption": DecryptionParams.from_key(KEY)}))
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_links_and_copies_of_the_pickle_load(pair, weights_only):
+    folder = pair.parent
+    (folder / "last.pt").symlink_to(pair.name)
+    (folder / "best.pt").write_bytes(pair.read_bytes())
+    # Another pair's storages under the name of the copy's.
+    save({"other": torch.ones(2)}, folder / "other.pt")
+    (folder / "best.pt.tensors").write_bytes((folder / "other.pt.tensors").read_bytes())
+    (folder / "below").mkdir()
+    (folder / "below/link.pt").symlink_to(f"../{pair.name}")
+    for name in ("last.pt", "best.pt", "below/link.pt"):
+        assert_state(load(folder / name, weights_only=weights_only))
+
+
+def test_links_whose_storages_have_links_of_their_own(golden):
+    """As caches keep files: under other names, in one folder. These have no identity."""
+    pair = golden("tc_storages")
+    blobs = pair.parent / "blobs"
+    blobs.mkdir()
+    expected = load(pair, {"device": "cpu"}, weights_only=False)
+    for name, blob in ((pair, "1"), (Path(f"{pair}.tensors"), "2")):
+        name.rename(blobs / blob)
+        name.symlink_to(f"blobs/{blob}")
+    assert str(load(pair, {"device": "cpu"}, weights_only=False)) == str(expected)
+
+
+def test_a_save_through_a_link_writes_the_pair_that_it_names(pair):
+    link = pair.parent / "last.pt"
+    link.symlink_to(pair.name)
+    save({"new": torch.arange(3)}, link)
+    assert link.is_symlink()
+    assert not (pair.parent / "last.pt.tensors").exists()
+    for name in (link, pair):
+        assert load(name)["new"].tolist() == [0, 1, 2]
+
+
+def test_outside_of_a_block_messages_name_it(pair):
+    with pytest.raises(pickle.UnpicklingError, match=r"tensorizer.torch_compat.tensorizer_loading"):
+        torch.load(pair, weights_only=True)
+    with pytest.raises(FormatError, match=rf"as a rule {re.escape(str(pair))}.tensors"):
+        tensorizer.load(pair)
 
 
 RECORDS = {

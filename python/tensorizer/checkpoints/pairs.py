@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,8 @@ from .storage_file import (
     path_of,
     remove_leftovers,
     retained_storage_file,
+    storage_file_of_pair,
+    without_link,
 )
 
 logger = logging.getLogger("tensorizer.torch_compat")
@@ -87,6 +90,7 @@ def save_pair(
     """
     collector = StorageCollector()
     storage_files: list[StorageFile] = []
+    target = without_link(target)
 
     def finish() -> PairRecord | None:
         if not collector.storages:
@@ -201,6 +205,9 @@ class StorageFileLoader:
 
     def _load(self) -> list[torch.UntypedStorage]:
         file = storage_file_for(self.file_obj, self.target)
+        if self.file_obj is None and is_path(self.target) and not Path(file).exists():
+            # Beside the file that a link names.
+            file = storage_file_for(None, without_link(self.target))
         if file is None:
             raise PairMismatchError(
                 f"{self._name()} keeps its storages in another file: expected that file as file_obj"
@@ -248,6 +255,11 @@ class StorageFileLoader:
             elif not identity.was_replaced():
                 break
         assert error is not None
+        is_other = isinstance(error, (FileNotFoundError, PairMismatchError))
+        if expected is not None and self.file_obj is None and is_other:
+            of_pair = storage_file_of_pair(self.target, expected)
+            if of_pair is not None:
+                return self._opened(of_pair, options, expected)
         if not isinstance(error, FileNotFoundError):
             raise error
         what = f"{self._name()} keeps its storages in another file, which is missing"

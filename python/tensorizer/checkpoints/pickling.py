@@ -4,8 +4,9 @@ torch pickles a storage as a persistent id. Ours is
 ``("TensorizerPickler", 0, "storage", index, dtype)``, as the old package has it: a version, a
 position in the list of storages, and the dtype of a typed storage or None.
 
-A pickle of ours begins with a record of its own, written as two opcodes that have no effect on
-what is unpickled (push a string, pop it). The old package reads over it.
+A pickle of ours begins with a record of its own, written as opcodes that have no effect on what is
+unpickled (push a string, pop it). The old package reads over it. In front of it, a function is
+pushed and popped, so that torch names it where it refuses the pickle outside of a block.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import IO, Any, Protocol
 import torch
 
 from ..file.pickles import PAIR_TAG
+from ..file.placeholders import AllowedTag
 
 _VERSION = 0
 #: The third item of a storage's persistent id; other values are of newer releases.
@@ -34,6 +36,8 @@ _KIND = "storage"
 #: The first bytes of a record's text, and the most bytes that the text may have.
 _RECORD_START = b'{"tensorizer":'
 _LONGEST_RECORD = 256 << 20
+#: The opcodes in front of a record.
+_OPENED_BY = pickle.GLOBAL + b"tensorizer.torch_compat\ntensorizer_loading\n" + pickle.POP
 #: The identity of a storage file in a record.
 _PAIR = re.compile("[0-9a-f]{32}")
 
@@ -74,12 +78,15 @@ class PairRecord:
         """Return the record as pickle opcodes."""
         content = {"version": 1, "pair": self.pair, "locations": self.locations}
         text = json.dumps({"tensorizer": content}, separators=(",", ":")).encode()
-        return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
+        return _OPENED_BY + pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
 
     @staticmethod
     def read(file: IO[bytes]) -> PairRecord | None:
         """Read a record if one begins at the file's position; else return None, and stay there."""
         start = file.tell()
+        # Earlier files have the record alone.
+        if file.read(len(_OPENED_BY)) != _OPENED_BY:
+            file.seek(start)
         head = file.read(5 + len(_RECORD_START))
         length = int.from_bytes(head[1:5], "little")
         if (
@@ -232,7 +239,7 @@ def unpickler_class(base: Any, storages: StorageProvider) -> type:
             # persistent ids among them.
             items: list[Any] = super().pop_mark()
             if len(items) == 5 and type(items[0]) is str and items[0] == PAIR_TAG:
-                items[0] = _AllowedTag(items[0])
+                items[0] = AllowedTag(items[0])
             return items
 
     return StorageUnpickler
@@ -260,22 +267,6 @@ def _persistent_load(storages: StorageProvider, torch_persistent_load: Any, pid:
     return torch.storage.TypedStorage(
         wrap_storage=storages.get(index), dtype=dtype or torch.uint8, _internal=True
     )
-
-
-class _AllowedTag(str):
-    """Our tag, made to pass torch's check for ``"storage"`` as the first item of an id."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return str(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        return other != _KIND and str(self) != other
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str(self),)
 
 
 def _module(**replaced: Any) -> types.ModuleType:

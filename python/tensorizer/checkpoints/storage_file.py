@@ -38,6 +38,11 @@ def path_of(file: Any) -> str | None:
     return os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
 
 
+def without_link(file: Any) -> Any:
+    """Return the path of the file that a link names; anything else as it is."""
+    return os.path.realpath(file) if is_path(file) and Path(file).is_symlink() else file
+
+
 def local_file(file: Any) -> Path | None:
     """Return the resolved path of a storage file; None for an address or a file object."""
     if not isinstance(file, str) or is_address(file):
@@ -74,7 +79,7 @@ class StorageFile:
     def __init__(self, file: Any, options: dict[str, Any], target: Any) -> None:
         # torch's own files have a CRC-32, too.
         options = {name: value for name, value in options.items() if name != "compress_tensors"}
-        self._file = FileWriter(file, **{"hashes": "crc32", **options})
+        self._file = FileWriter(file, room_for_more=False, **{"hashes": "crc32", **options})
         self._path = local_file(file)
         self._target = target
         self._pair = ""
@@ -147,6 +152,20 @@ class StorageFile:
             with contextlib.suppress(OSError):
                 self._previous.unlink()
             self._previous = None
+
+
+def storage_file_of_pair(target: Any, pair: str) -> str | None:
+    """Return the file beside a pickle, or beside the file that a link to it names, of a pair.
+
+    Copies and links of a pickle have no file of their own name.
+    """
+    names = dict.fromkeys([path_of(target), path_of(without_link(target))])
+    for folder in dict.fromkeys(Path(name).parent for name in names if name is not None):
+        for path in sorted(folder.glob("*.tensors")):
+            with contextlib.suppress(OSError, FormatError):
+                if _pair_of(path) == pair:
+                    return str(path)
+    return None
 
 
 def retained_storage_file(target: Any, file: Any, pair: str | None) -> str | None:

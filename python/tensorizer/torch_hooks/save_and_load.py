@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import _weights_only_unpickler as restricted
@@ -20,24 +20,13 @@ from torch import _weights_only_unpickler as restricted
 from .._errors import PairMismatchError
 from .._native import check_target, local_path
 from .._patching import Patch
-from ..checkpoints.block_options import (
-    check_decorated,
-    check_decoration,
-    check_loading,
-    check_saving,
-)
-from ..checkpoints.pairs import (
-    MAX_ATTEMPTS,
-    LoadFunc,
-    SaveFunc,
-    StorageFileLoader,
-    save_pair,
-    storage_file_for,
-)
+from ..checkpoints import block_options, pairs
+from ..checkpoints.pairs import LoadFunc, SaveFunc
 from ..checkpoints.pickling import loading_module, unpickler_class
-from ..checkpoints.storage_file import FileIdentity, is_path
+from ..checkpoints.storage_file import FileIdentity, is_path, without_link
 from ..streams.addresses import is_address
 
+_Function: TypeAlias = Callable[..., Any]
 _SAVE = inspect.signature(torch.serialization.save)
 _LOAD = inspect.signature(torch.serialization.load)
 
@@ -57,7 +46,7 @@ class _SavingBlock:
         self._written: dict[object, object] = {}
         self._kept_objects: list[Any] = []
 
-    def __call__(self, original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    def __call__(self, original: _Function, call: inspect.BoundArguments) -> Any:
         target = call.arguments["f"]
         if not is_path(target) and not hasattr(target, "write"):
             raise AttributeError(
@@ -74,7 +63,8 @@ class _SavingBlock:
                 )
             check_target(path)
         skipped = torch.serialization._serialization_tls.skip_data
-        file = None if skipped else storage_file_for(self.file_obj, target)
+        of = without_link(target) if self.file_obj is None else target
+        file = None if skipped else pairs.storage_file_for(self.file_obj, of)
         if file is None:
             return original(*call.args, **call.kwargs)
         self._refuse_overwriting(file, target)
@@ -83,7 +73,7 @@ class _SavingBlock:
             call.arguments.update(f=pickled, pickle_module=pickle_module)
             original(*call.args, **call.kwargs)
 
-        return save_pair(target, file, self.save_func, self.options, torch_save)
+        return pairs.save_pair(target, file, self.save_func, self.options, torch_save)
 
     def _refuse_overwriting(self, file: Any, target: Any) -> None:
         """Refuse to overwrite the storages of another object that this block has saved."""
@@ -108,10 +98,7 @@ class _SavingBlock:
 
 
 def _load(
-    storages_of: Callable[..., StorageFileLoader],
-    any_code: bool,
-    original: Callable[..., Any],
-    call: inspect.BoundArguments,
+    storages_of: _Function, any_code: bool, original: _Function, call: inspect.BoundArguments
 ) -> Any:
     """Call ``torch.load`` such that it takes the storages from their own file."""
     arguments = call.arguments
@@ -142,7 +129,7 @@ def _load(
             return original(*call.args, **call.kwargs)
         except (FileNotFoundError, PairMismatchError):
             # Both files were replaced between opening one and the other.
-            if attempts == MAX_ATTEMPTS or not pickle_identity.was_replaced():
+            if attempts == pairs.MAX_ATTEMPTS or not pickle_identity.was_replaced():
                 raise
             attempts += 1
         finally:
@@ -166,12 +153,12 @@ def _weights_only(given: bool | None) -> bool:
 
 
 #: The replacement of a call of torch in the innermost block, which gets its function and arguments.
-_saving: ContextVar[Callable[..., Any] | None] = ContextVar("_saving", default=None)
-_loading: ContextVar[Callable[..., Any] | None] = ContextVar("_loading", default=None)
+_saving: ContextVar[_Function | None] = ContextVar("_saving", default=None)
+_loading: ContextVar[_Function | None] = ContextVar("_loading", default=None)
 _restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
 
 
-def _outside_blocks(func: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_blocks(func: _Function) -> _Function:
     """Return a function that runs outside of all blocks, so that it may use torch itself."""
 
     def call(*args: Any) -> Any:
@@ -204,8 +191,8 @@ _patch = _TorchPatch()
 
 
 def _in_place_of(
-    original: Callable[..., Any], signature: inspect.Signature, variable: ContextVar[Any]
-) -> Callable[..., Any]:
+    original: _Function, signature: inspect.Signature, variable: ContextVar[Any]
+) -> _Function:
     """Return a function that calls the block in ``variable``, or else the original."""
 
     @functools.wraps(original)
@@ -249,7 +236,8 @@ class _Block(contextlib.ContextDecorator):
         return _Block(self._name, self._variable, self._make)
 
     def __call__(self, *function: Any, **kwargs: Any) -> Any:
-        check_decorated(self._name, function[0] if len(function) == 1 and not kwargs else None)
+        only = function[0] if len(function) == 1 and not kwargs else None
+        block_options.check_decorated(self._name, only)
         return super().__call__(function[0])
 
     def __enter__(self) -> None:
@@ -299,8 +287,8 @@ def tensorizer_saving(
 
     """
     name = "tensorizer_saving"
-    check_decoration(name, file_obj, sys._getframe(1))
-    check_saving(file_obj, serializer_kwargs, for_function=save_func is not None)
+    block_options.check_decoration(name, file_obj, sys._getframe(1))
+    block_options.check_saving(file_obj, serializer_kwargs, for_function=save_func is not None)
     func = save_func and _outside_blocks(save_func)
     return _Block(name, _saving, lambda: _SavingBlock(file_obj, func, serializer_kwargs))
 
@@ -342,9 +330,9 @@ def tensorizer_loading(
 
     """
     name = "tensorizer_loading"
-    check_decoration(name, file_obj, sys._getframe(1))
+    block_options.check_decoration(name, file_obj, sys._getframe(1))
     if load_func is None:
-        check_loading(deserializer_kwargs)
+        block_options.check_loading(deserializer_kwargs)
     if suppress_weights_only:
         warnings.warn(
             "suppress_weights_only lets files run any code while they are loaded: rather pass "
@@ -352,6 +340,6 @@ def tensorizer_loading(
             stacklevel=2,
         )
     func = load_func and _outside_blocks(load_func)
-    storages_of = functools.partial(StorageFileLoader, file_obj, func, deserializer_kwargs)
+    storages_of = functools.partial(pairs.StorageFileLoader, file_obj, func, deserializer_kwargs)
     load = functools.partial(_load, storages_of, suppress_weights_only)
     return _Block(name, _loading, lambda: load)
