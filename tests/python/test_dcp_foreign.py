@@ -1,6 +1,7 @@
 """Checkpoints of torch's own writer, and of safetensors files, and conversions both ways."""
 
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -391,3 +392,49 @@ def test_a_folder_that_is_exchanged_during_a_load(tmp_path, kind):
         assert load("current", flip) == {1.0}
         with pytest.raises(CheckpointException, match="was replaced while the checkpoint was"):
             load("v1", exchange)
+
+
+def test_parts_in_safetensors_files_are_no_model(tmp_path):
+    for number in (1, 2):
+        name = f"shard-{number:05}-model-00001-of-00001.safetensors"
+        tensorizer.save({"a": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(IsADirectoryError, match="a checkpoint of torch.distributed.checkpoint"):
+        tensorizer.load(tmp_path)
+
+
+def test_metadata_of_each_rank_are_read(folder, tmp_path):
+    """With use_collectives=False, torch names them after the ranks."""
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    found = blank(state())
+    for trusted in (True, False):
+        found = blank(state())
+        dcp.load(found, storage_reader=Reader(folder, weights_only=not trusted), no_dist=True)
+        assert same(found["model"], state()["model"])
+    (folder / "__0.metadata").rename(folder / "__1.metadata")
+    with pytest.raises(CheckpointException, match="there is no checkpoint at"):
+        dcp.load(found, storage_reader=Reader(folder), no_dist=True)
+
+
+def test_metadata_of_torch_before_2_3_are_read(folder):
+    """They name another class for the properties of tensors."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    for item in found.state_dict_metadata.values():
+        if isinstance(item, metadata.TensorStorageMetadata):
+            item.properties = TensorProperties(dtype=item.properties.dtype)
+    path.write_bytes(pickle.dumps(found))
+    loaded = blank(state())
+    dcp.load(loaded, storage_reader=Reader(folder), no_dist=True)
+    assert same(loaded["model"], state()["model"])
+
+
+def test_objects_of_bytes_are_kept(tmp_path):
+    objects = {"none": b"", "some": b"\0x", "file": io.BytesIO(b""), "other": io.BytesIO(b"abc")}
+    dcp.save(objects, storage_writer=Writer(tmp_path), no_dist=True)
+    found = load_state(tmp_path)
+    contents = {
+        name: bytes(getattr(one, "getbuffer", lambda one=one: one)()) for name, one in found.items()
+    }
+    assert contents == {"none": b"", "some": b"\0x", "file": b"", "other": b"abc"}

@@ -292,10 +292,10 @@ def test_checkpoint_id(tmp_path):
         target = {"a": torch.zeros(2)}
         dcp.load(target, checkpoint_id=str(tmp_path / f"step-{number}"), storage_reader=reader)
         assert torch.equal(target["a"], torch.full((2,), float(number)))
-    for call, storage in ((dcp.save, {"storage_writer": Writer()}),):
-        with pytest.raises(ValueError, match=r"expected Writer\(uri\) or checkpoint_id="):
-            call({"a": torch.zeros(2)}, **storage)
-    with pytest.raises(ValueError, match=r"expected Reader\(uri\) or checkpoint_id="):
+    errors = (ValueError, dcp.api.CheckpointException)
+    with pytest.raises(errors, match=r"expected Writer\(uri\) or checkpoint_id="):
+        dcp.save({"a": torch.zeros(2)}, storage_writer=Writer())
+    with pytest.raises(errors, match=r"expected Reader\(uri\) or checkpoint_id="):
         dcp.load({"a": torch.zeros(2)}, storage_reader=Reader())
 
 

@@ -44,6 +44,21 @@ _MAX_LIST_INDEX = 1 << 24
 _DIGEST = ',"sha256":"'
 
 
+def _empty_bytes() -> bytes:
+    return b""
+
+
+#: What pickles of ``b""`` and ``BytesIO`` call, which torch's unpickler does not know.
+_OF_BYTES: list[Any] = [
+    (_empty_bytes, "builtins.bytes"),
+    (io.BytesIO, "_io.BytesIO"),
+]
+
+
+class NoFolderError(ValueError, AttributeError):
+    """The folder is not known yet. torch looks for ``checkpoint_id`` before it names the folder."""
+
+
 class InFolder:
     """A reader or writer of checkpoints for torch, which has a folder or is given one later."""
 
@@ -53,7 +68,7 @@ class InFolder:
     def checkpoint_id(self) -> str:
         """The folder of the checkpoint."""
         if self._folder is None:
-            raise ValueError(f"expected {type(self).__name__}(uri) or checkpoint_id=")
+            raise NoFolderError(f"expected {type(self).__name__}(uri) or checkpoint_id=")
         return self._folder
 
     @classmethod
@@ -230,6 +245,8 @@ def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
         pickle.UnpicklingError, FormatError: See :func:`unpickling`.
 
     """
+    # They stay allowed: other threads may be loading objects, too.
+    torch.serialization.add_safe_globals(_OF_BYTES)
     with unpickling(what, "cannot be read as an object of torch.save"):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 

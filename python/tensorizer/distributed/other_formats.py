@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint import filesystem, metadata as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
@@ -29,11 +30,12 @@ from .items import ItemLocation
 _METADATA = ".metadata"
 #: The entry of a safetensors file's metadata in which torch's writer stores the offsets of parts.
 _SHARDING = "DCP_SHARDING_INFO"
-#: The modules with the dataclasses of torch's metadata.
-_MODULES = {one.__name__: one for one in (dcp, filesystem)}
+#: The modules with the dataclasses of torch's metadata; the last has those of torch before 2.3.
+_MODULES = {one.__name__: one for one in (dcp, filesystem, sharded)}
 #: Functions that the metadata may name, and classes that it calls like functions.
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
+    (sharded.__name__, "MEM_FORMAT_ENCODING"): sharded.MEM_FORMAT_ENCODING,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): OrderedDict,
@@ -43,6 +45,10 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
         for name in ("Path", "PosixPath", "PurePosixPath")
     },
 }
+
+
+class OfRanksError(FileNotFoundError):
+    """A folder of torch's own format has metadata of each rank, and none of all together."""
 
 
 class FileSystem(filesystem.FileSystem):
@@ -57,14 +63,21 @@ class FileSystem(filesystem.FileSystem):
         return layout.join(os.fspath(path), suffix)
 
 
-def is_torchs(folder: str) -> bool:
-    """Tell whether a folder was saved by torch's own writer."""
-    path = layout.join(folder, _METADATA)
+def _metadata_path(folder: str, rank: int | None) -> str:
+    """Return the path of the metadata of all ranks, or of one."""
+    return layout.join(folder, _METADATA if rank is None else f"__{rank}{_METADATA}")
+
+
+def is_torchs(folder: str, rank: int | None = None) -> bool:
+    """Tell whether a folder was saved by torch's own writer; by one rank alone, if it is given."""
+    path = _metadata_path(folder, rank)
     return is_there(path, PermissionError) if is_address(path) else Path(path).is_file()
 
 
-def torch_metadata(folder: str) -> dcp.Metadata:
+def torch_metadata(folder: str, rank: int | None) -> dcp.Metadata:
     """Return the metadata of a folder of torch's own format, which can run no code.
+
+    With ``use_collectives=False``, each rank has saved metadata of its own.
 
     Raises:
         pickle.UnpicklingError: It names a class that does not belong to torch's metadata.
@@ -72,7 +85,7 @@ def torch_metadata(folder: str) -> dcp.Metadata:
             of a file.
 
     """
-    path = layout.join(folder, _METADATA)
+    path = _metadata_path(folder, rank)
     with open_stream(path) as stream:
         data = stream.read(layout.MOST_BYTES + 1)
     if len(data) > layout.MOST_BYTES:

@@ -123,21 +123,28 @@ class Reader(layout.InFolder, FileSystemReader):
             self._folder = layout.folder_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return the metadata of the checkpoint."""
+        """Return the metadata of the checkpoint, or of the rank that torch gives then.
+
+        Raises:
+            other_formats.OfRanksError: Each rank has metadata of its own; torch gives the rank.
+
+        """
         try:
             with Call("Reader.read_metadata", self._options["timeout"]):
-                return self._read_metadata()
+                return self._read_metadata(kwargs.get("rank"))
+        except other_formats.OfRanksError:
+            raise
         except Exception as error:
             # torch would ignore an error raised here, and report that there is no checkpoint.
             return _UnreadableMetadata(error)
 
-    def _read_metadata(self) -> dcp.Metadata:
+    def _read_metadata(self, rank: int | None) -> dcp.Metadata:
         self.path, self._folder_stat = self.checkpoint_id, None
         try:
             found, _ = layout.read(self.path)
         except (FileNotFoundError, PermissionError):
             # Servers that may not list a folder answer with 403 for a missing file.
-            if other := self._read_other_format():
+            if other := self._read_other_format(rank):
                 return other
             raise
         if isinstance(found.planner_data, bytes):
@@ -146,7 +153,7 @@ class Reader(layout.InFolder, FileSystemReader):
         self._checkpoint_identity = getattr(found.storage_meta, "save_id", None)
         return found
 
-    def _read_other_format(self) -> dcp.Metadata | None:
+    def _read_other_format(self, rank: int | None) -> dcp.Metadata | None:
         """Return the metadata of a folder saved otherwise; None if it is of no known format."""
         if not is_address(self.path):
             # Links in the path may change during a load.
@@ -155,16 +162,18 @@ class Reader(layout.InFolder, FileSystemReader):
                 return None
             self._folder_stat = Path(self.path).stat()
         found: dcp.Metadata | None
-        is_torchs = other_formats.is_torchs(self.path)
+        is_torchs = other_formats.is_torchs(self.path, rank)
+        if not is_torchs and rank is None and other_formats.is_torchs(self.path, 0):
+            raise other_formats.OfRanksError(f"{self.path} has metadata of each rank only")
         self._checkpoint_identity = _TORCH if is_torchs else "safetensors"
         if not is_torchs:
             found = other_formats.safetensors_metadata(self.path, self._options["num_readers"])
         elif self._weights_only:
-            found = other_formats.torch_metadata(self.path)
+            found = other_formats.torch_metadata(self.path, rank)
             about = found.storage_meta or dcp.StorageMeta()
             found.storage_meta = dataclasses.replace(about, load_id=self.load_id)
         else:
-            found = super().read_metadata()
+            found = super().read_metadata(**({} if rank is None else {"rank": rank}))
         if found and (self._options["verify_hash"] or self._options["encryption"] is not None):
             raise ValueError(
                 f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to compare "
@@ -316,10 +325,6 @@ def load_state(uri: str | os.PathLike[Any], **options: Any) -> dict[str, Any]:
 
     """
     state: dict[str, Any] = {}
-    state_dict_loader._load_state_dict(
-        state,
-        storage_reader=Reader(uri, **options),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
+    reader, planner = Reader(uri, **options), _EmptyStateDictLoadPlanner()
+    state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
