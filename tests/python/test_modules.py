@@ -268,3 +268,22 @@ def test_no_init_or_tensor_that_ends_in_another_context():
     with pytest.raises(ValueError, match="different Context"):
         block.__exit__(None, None, None)
     assert torch.empty is empty
+
+
+def test_extra_state_is_not_written_with_a_warning(tmp_path):
+    class Scaled(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"scale": 2}
+
+        def set_extra_state(self, state):
+            pass
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), Scaled(2, 2))
+    with (
+        TensorSerializer(tmp_path / "f.tensors") as file,
+        pytest.warns(
+            UserWarning, match="the extra state of 1 modules, such as '1', is not written"
+        ),
+    ):
+        file.write_module(module)
+    assert len(tensorizer.load(tmp_path / "f.tensors")) == 4

@@ -9,6 +9,7 @@ import torch
 
 from .._types import TensorType
 from ..tensors import messages, without_data
+from ..tensors.handles import bytes_of
 from . import held_elsewhere
 from .state import TensorSlot, register, walk
 
@@ -36,8 +37,7 @@ def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
         raise TypeError(f"expected a tensor, found {type(t).__name__}")
     if t.dtype not in DtypePbs or t.is_quantized:
         raise TypeError(f"a message cannot hold a tensor of {t.dtype}")
-    plain = t.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = plain.view(torch.uint8).numpy().tobytes()
+    data = bytes_of(t.detach().cpu()).numpy().tobytes()
     return messages.Tensor(dtype=DtypePbs[t.dtype], shape=t.shape, data=data, attr_type=attribute)
 
 

@@ -6,14 +6,14 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from .._types import Name, TensorType
 from ..tensors import fake_mode, sharding, subclasses, without_data
-from ..tensors.handles import are_plain, is_fillable
+from ..tensors.handles import are_plain, bytes_of, is_fillable
 from . import held_elsewhere
 from .strides import copy_into, elements_spanned, in_order_of
 from .wrappers import Submodules, tensor_of
@@ -111,6 +111,12 @@ class TensorSlot:
         )
 
 
+#: Slots with the tensors that are there.
+Found: TypeAlias = Sequence[tuple[TensorSlot, torch.Tensor | None]]
+#: The same of one slot, with the number in a file of the tensor for it.
+Row: TypeAlias = tuple[TensorSlot, torch.Tensor | None, int]
+
+
 def _hint(root: torch.nn.Module, path: str) -> str:
     """Return a hint for the end of a message about a submodule that a module lacks."""
     if isinstance(root, torch.jit.ScriptModule):
@@ -156,7 +162,7 @@ def _bytes_spanned(tensor: torch.Tensor) -> int:
 
 def check(
     root: torch.nn.Module,
-    found: Sequence[tuple[TensorSlot, torch.Tensor | None]],
+    found: Found,
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
     all_tensors: Collection[torch.Tensor | None] | None,
@@ -226,10 +232,7 @@ def check(
 
 
 def warn_of_dtypes(
-    root: torch.nn.Module,
-    found: Sequence[tuple[TensorSlot, torch.Tensor | None]],
-    names: Sequence[str],
-    dtypes: Sequence[torch.dtype],
+    root: torch.nn.Module, found: Found, names: Sequence[str], dtypes: Sequence[torch.dtype]
 ) -> None:
     """Warn of tensors of a module that get another dtype: that of the file, or the one asked for.
 
@@ -362,8 +365,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = sharding.local_of(tensor).detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    return bytes_of(sharding.local_of(tensor).detach())
 
 
 def register(slot: TensorSlot, tensor: torch.Tensor) -> None:

@@ -95,9 +95,7 @@ def accepted_shapes(
     ]
 
 
-def removed_parameters(
-    root: torch.nn.Module, found: Sequence[tuple[state.TensorSlot, torch.Tensor | None]]
-) -> list[state.TensorSlot]:
+def removed_parameters(root: torch.nn.Module, found: state.Found) -> list[state.TensorSlot]:
     """Return the slots of parameters that vLLM had removed: their modules' other tensors are there.
 
     ``found`` has the slots of all tensors of the file, and the tensors in these slots.
