@@ -108,12 +108,10 @@ class Reload:
         else:
             from tensorizer.group.members import Members
 
+            reads_all = self._reads_all
             with Members.of(group) as members:
                 _, told = members.run_on_all(
-                    lambda: (
-                        self._reads_all,
-                        self._unchanged(file, prefix) if members.rank == 0 else None,
-                    ),
+                    lambda: (reads_all, None if members.rank else self._unchanged(file, prefix)),
                     lambda found: found,
                 )
                 members.complete()

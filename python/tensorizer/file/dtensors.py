@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..modules.state import TensorSlot
+from ..modules.state import Row, TensorSlot
 from ..tensors import sharding
 from ..tensors.handles import dtype_of, is_fillable
 from .arguments import resolve_device
@@ -18,9 +18,7 @@ from .open_file import OpenFile
 from .request import Request
 
 
-def sharded_slots(
-    rows: Sequence[tuple[TensorSlot, torch.Tensor | None, int]],
-) -> list[tuple[TensorSlot, int]]:
+def sharded_slots(rows: Sequence[Row]) -> list[tuple[TensorSlot, int]]:
     """Return the slots of a module that hold DTensors, with the numbers of their tensors.
 
     Args:

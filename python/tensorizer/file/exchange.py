@@ -119,11 +119,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         self._limit = limit
         self._is_wanted = set(plan.numbers)
         #: Tensors that no block has, as no member wants any byte of them.
-        self._empty = deque(
-            (number, self._memory_of(number))
-            for number in plan.numbers
-            if wishes.case_of[number] < 0
-        )
+        self._empty = deque((n, self._memory_of(n)) for n in plan.numbers if wishes.case_of[n] < 0)
         self._next: Block | None = next(self._blocks, None)
         self._in_flight: deque[_BlockInFlight] = deque()
         self._pool = ThreadPoolExecutor(_READS, "tensorizer-read")

@@ -80,16 +80,10 @@ def planned_parts(
 
     planned = PlannedParts(file, {}, None, {}, {})
     if cuts:
-        reader, rests, several = plan_parts(
-            file.reader,
-            order,
-            [indices.get(n, parts.get(n)) for n in order],
-            (
-                [dims.get(n) for n in order] if dims else [],
-                *((shard.rank, shard.world) if shard else (0, 1)),
-            ),
-            boxes_at,
-        )
+        known = [indices.get(n, parts.get(n)) for n in order]
+        of_shard = [dims.get(n) for n in order] if dims else []
+        place = (shard.rank, shard.world) if shard else (0, 1)
+        reader, rests, several = plan_parts(file.reader, order, known, (of_shard, *place), boxes_at)
         counts = {order[at]: count for at, count in several}
         first, numbers = dict(zip(order, itertools.count(), strict=False)), order
         if counts:

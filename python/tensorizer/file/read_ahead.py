@@ -24,10 +24,8 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
 
     """
 
-    def __init__(
-        self, plan: LoadPlan, device: torch.device, buffer_bytes: int, *, ready: bool
-    ) -> None:
-        self._plan, self._device = plan, device
+    def __init__(self, plan: LoadPlan, buffer_bytes: int, *, ready: bool) -> None:
+        self._device = plan.device
         #: The file, or a view of it that has the parts as its tensors.
         self._read = plan.read
         read = plan.entries()
@@ -40,12 +38,9 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         late = set(self._strided)
         direct = [number for number in read if number not in late] if late else read
         self._read.refuse_without_data(direct)
+        device = devices.number(plan.device)
         self._native: TensorIterator | None = self._read.reader.iterate(
-            direct,
-            device=devices.number(device),
-            buffer_bytes=buffer_bytes,
-            ready=ready,
-            complete=False,
+            direct, device=device, buffer_bytes=buffer_bytes, ready=ready, complete=False
         )
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:

@@ -15,8 +15,9 @@ from ..modules import state
 from ..tensors import sharding
 from ..tensors.handles import are_plain
 
-#: A tensor of a file for a module: its name, its number, and the tensor that is there.
-Row = tuple[Name, int, torch.Tensor | None]
+#: A tensor of a file for a module: its name, its number, the tensor that is there, and the dtype
+#: that a load would give it.
+Row = tuple[Name, int, torch.Tensor | None, torch.dtype]
 
 
 class _Held(NamedTuple):
@@ -64,22 +65,18 @@ def sha256_of(reader: Reader, numbers: Sequence[int]) -> list[str | None]:
 
 
 def find_unchanged(
-    m: torch.nn.Module,
-    reader: Reader,
-    rows: Sequence[Row],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
+    m: torch.nn.Module, reader: Reader, rows: Sequence[Row], device: torch.device
 ) -> set[int]:
     """Return the numbers of the tensors that a module holds with the same bytes.
 
-    ``dtypes`` and the device are those that a load would give them. Tensors that were replaced or
-    changed since are not among them, as far as torch has counted the changes.
+    The device is that which a load would give them. Tensors that were replaced or changed since are
+    not among them, as far as torch has counted the changes.
     """
     held = _held.get(m, {})
-    now = sha256_of(reader, [number for _, number, _ in rows])
+    now = sha256_of(reader, [number for _, number, *_ in rows])
     same = {
         number
-        for (name, number, tensor), dtype, sha256 in zip(rows, dtypes, now, strict=True)
+        for (name, number, tensor, dtype), sha256 in zip(rows, now, strict=True)
         if (before := held.get(name)) is not None
         and sha256 is not None
         and tensor is not None
@@ -88,7 +85,7 @@ def find_unchanged(
         and sha256 == before.sha256()
     }
     # Of tensors that share memory, one that changes would change the others.
-    there = [(number, tensor) for _, number, tensor in rows if tensor is not None]
+    there = [(number, tensor) for _, number, tensor, _ in rows if tensor is not None]
     shared = {number for number, _ in there}
     shared -= {number for number, _ in state.without_overlaps(there)}
     if not shared <= same:

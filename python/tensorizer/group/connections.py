@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import functools
 import os
 import threading
@@ -12,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +54,7 @@ class Connections:
     number: int
     devices: Any = None
 
-    def between_devices(self, timeout: datetime.timedelta) -> Any:
+    def between_devices(self, timeout: timedelta) -> Any:
         """Return the process group for tensors of devices, which takes long to make."""
         if self.devices is None:
             options = dist.ProcessGroupNCCL.Options()
@@ -177,9 +177,7 @@ class CallSequence:
         else:
             connections.close()
 
-    def connect(
-        self, rank: int, timeout: datetime.timedelta, leaving: threading.Event
-    ) -> Connections:
+    def connect(self, rank: int, timeout: timedelta, leaving: threading.Event) -> Connections:
         """Begin a call: wait for the other members, and connect to them.
 
         If all have kept the connections of the same earlier call, they use these again. Else all
@@ -192,7 +190,7 @@ class CallSequence:
         self.count += 1
         store = distributed_c10d.PrefixStore(f"{self.name}/{self.count}", self.store)
         kept, self.kept = self.kept, None
-        again = self._meet(store, (rank, timeout), leaving, 0 if kept is None else kept.number)
+        again = self._meet(store, rank, timeout, leaving, 0 if kept is None else kept.number)
         if kept is not None and again:
             kept.store = store
             return kept
@@ -201,17 +199,12 @@ class CallSequence:
         return Connections(store, _gloo(store, rank, self.size, timeout), self.count)
 
     def _meet(
-        self,
-        store: Any,
-        member: tuple[int, datetime.timedelta],
-        leaving: threading.Event,
-        kept: int,
+        self, store: Any, rank: int, timeout: timedelta, leaving: threading.Event, kept: int
     ) -> bool:
         """Wait until all members arrive; return True if all have kept the same connections.
 
         A member makes a few requests to the store, however many members there are.
         """
-        rank, timeout = member
         deadline = time.monotonic() + timeout.total_seconds()
         pause, longest = _PAUSE, max(_LONGEST_PAUSE, self.size * _PAUSE_FOR_EACH)
         store.add(f"kept/{kept}", 1)
@@ -236,7 +229,7 @@ class CallSequence:
         return bool(outcome == "again")
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a process group for CPU tensors, which connects to a member when it first sends to it.
 
     ``new_group`` would not do: its name depends on the number of groups that a process is in, which
@@ -277,15 +270,15 @@ def broadcasting(data: torch.Tensor, rank: int, group: Any) -> Any:
     return group.broadcast([data], options)
 
 
-def timeout_of(group: dist.ProcessGroup, on_device: bool) -> datetime.timedelta:
+def timeout_of(group: dist.ProcessGroup, on_device: bool) -> timedelta:
     """Return the time that members of a group wait for each other."""
     device = torch.device("cuda" if on_device else "cpu")
     try:
         timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         timeout = None
-    default: datetime.timedelta = dist.default_pg_timeout
-    return timeout if isinstance(timeout, datetime.timedelta) else default
+    default: timedelta = dist.default_pg_timeout
+    return timeout if isinstance(timeout, timedelta) else default
 
 
 def on_thread(

@@ -78,17 +78,12 @@ class GatheredSave:
 
         """
         with self._noted():
-            described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
+            named = list(zip(names, tensors, strict=True))
+            described = [(name, _properties(tensor)) for name, tensor in named]
             digest = hashlib.sha256(repr(described).encode()).digest()
-            sharded = {
-                name: one
-                for name, one in zip(names, tensors, strict=True)
-                if sharding.is_sharded(one)
-            }
-            _, answers = self.members.run_on_all(
-                lambda: without_data.refuse(sharded, sharded.values()),
-                lambda _: (digest, self._target),
-            )
+            sharded = {name: tensor for name, tensor in named if sharding.is_sharded(tensor)}
+            check = functools.partial(without_data.refuse, sharded, sharded.values())
+            _, answers = self.members.run_on_all(check, lambda _: (digest, self._target))
             targets.refuse_different([target for _, target in answers])
             for rank, (found, _) in enumerate(answers):
                 if found != answers[0][0]:

@@ -326,14 +326,12 @@ class Members:
             self._run(block, [lambda group: group._allgather_base(block, mine)])
             return
         # Gloo's all-gather is not in place: it takes a second block and twice the CPU time.
-        self._run(
-            block,
-            [
-                functools.partial(broadcasting, block[start:end], rank)
-                for rank, (start, end) in enumerate(zip(starts, ends, strict=True))
-                if start < end
-            ],
+        begins = (
+            functools.partial(broadcasting, block[start:end], rank)
+            for rank, (start, end) in enumerate(zip(starts, ends, strict=True))
+            if start < end
         )
+        self._run(block, begins)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *lens: list[int]) -> None:
         """Send each member bytes of its own; the lengths are by rank, of those received first.

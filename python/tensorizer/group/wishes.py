@@ -42,6 +42,8 @@ class Kind(NamedTuple):
 
 #: The kinds of a member's tensors, by number.
 Table: TypeAlias = tuple[Kind, ...]
+#: The different columns, each with the ranks and tables of all members that have them.
+_Wishes: TypeAlias = Sequence[tuple[torch.Tensor, Sequence[tuple[int, Table]]]]
 
 
 @dataclass(frozen=True)
@@ -172,12 +174,7 @@ class MergedWishes:
 
 
 def merged(
-    wishes: Sequence[tuple[torch.Tensor, Sequence[tuple[int, Table]]]],
-    count: int,
-    size: int,
-    in_one_piece: Iterable[int],
-    *,
-    encrypted: bool,
+    wishes: _Wishes, count: int, size: int, in_one_piece: Iterable[int], *, encrypted: bool
 ) -> MergedWishes:
     """Merge the wishes of all members.
 
@@ -218,9 +215,7 @@ def merged(
     return MergedWishes(cases, case_of.tolist(), whole, encrypted)
 
 
-def _kinds_of(
-    wishes: Sequence[tuple[torch.Tensor, Sequence[tuple[int, Table]]]], examples: torch.Tensor
-) -> list[dict[int, Kind]]:
+def _kinds_of(wishes: _Wishes, examples: torch.Tensor) -> list[dict[int, Kind]]:
     """Return what members want of some tensors, by rank."""
     found: list[dict[int, Kind]] = [{} for _ in range(len(examples))]
     for (numbers, kinds), tables in wishes:

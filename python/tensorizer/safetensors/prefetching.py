@@ -62,7 +62,7 @@ class PrefetchLoader:
         #: True for tensors of ``FakeTensorMode``, for which nothing is read ahead.
         self._fake = fake_mode.is_active()
         try:
-            devices.number(device)
+            place = devices.number(device)
         except (AssertionError, RuntimeError) as error:
             raise SafetensorError(f"Error while prefetching to {device}: {error}") from error
         parts = opened.file
@@ -70,13 +70,9 @@ class PrefetchLoader:
             parts = parts.sliced([(tensor.number, tensor.ranges) for tensor in planned])
         #: The file with these parts as its tensors; None once the loader is closed.
         self._file: OpenFile | None = parts
+        numbers, most = range(0 if self._fake else len(planned)), buffer_bytes or _UNLIMITED
         self._native: TensorIterator = parts.reader.iterate(
-            range(0 if self._fake else len(planned)),
-            device=devices.number(device),
-            buffer_bytes=buffer_bytes or _UNLIMITED,
-            ready=True,
-            complete=True,
-            readers=readers,
+            numbers, device=place, buffer_bytes=most, ready=True, complete=True, readers=readers
         )
         close_at_exit(self)
 

@@ -74,6 +74,7 @@ def _remove_duplicate_names(
 
     """
     removed: dict[str, list[str]] = {}
+    preferred, discarded = set(preferred_names or ()), set(discard_names or ())
     for group in _find_shared_tensors(state_dict):
         complete = {name for name in group if _is_complete(state_dict[name])}
         if not complete:
@@ -81,11 +82,7 @@ def _remove_duplicate_names(
                 f"no tensor of {sorted(group)} covers its whole storage, of which a file "
                 "would have a part only: save clones of them. Refusing to save or load the model"
             )
-        choices = (
-            complete.intersection(preferred_names or ()),
-            complete.difference(discard_names or ()),
-            complete,
-        )
+        choices = complete & preferred, complete - discarded, complete
         kept = min(next(filter(None, choices)))
         others = sorted(group - {kept})
         if others:

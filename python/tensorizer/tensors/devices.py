@@ -78,7 +78,7 @@ def stats(
         ``requests``, ``retries`` and ``network_bytes``.
 
     """
-    check_number("since", since, least=0, wanted="at least 0")
+    check_number("since", since, least=0)
     if running:
         return _native.running()
     return _native.stats() if since is None else _native.stats_since(since)
@@ -92,7 +92,7 @@ def set_pinned_limit(limit: int) -> None:
             value of ``TENSORIZER_PINNED_MB``.
 
     """
-    check_number("limit", limit, least=0, wanted="a number of bytes", optional=False)
+    check_number("limit", limit, least=0, wanted="a number of bytes", needed=True)
     _native.set_pinned_limit(limit)
 
 

@@ -133,25 +133,22 @@ def part_of(tensor: Any) -> Part | None:
         NotImplementedError: Its elements are partial sums over ranks, or its placement is unknown.
 
     """
-    from torch.distributed.tensor.placement_types import (  # slow to import;
-        Replicate,  # code with DTensors has imported it already
-        Shard,
-        _StridedShard,
-    )
+    # Slow to import; code with DTensors has imported it already.
+    from torch.distributed.tensor import placement_types as kinds
 
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Part((0,), ())
     for placement in tensor.placements:
-        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
+        if not isinstance(placement, (kinds.Replicate, kinds.Shard, kinds._StridedShard)):
             raise NotImplementedError(
                 f"a DTensor that is {placement} over a dimension of its mesh cannot be loaded: "
                 "expected Shard or Replicate"
             )
     found = tuple(local_of(tensor).shape)
-    cut = [d for d, p in enumerate(tensor.placements) if not isinstance(p, Replicate)]
-    strided = [d for d in cut if isinstance(tensor.placements[d], _StridedShard)]
+    cut = [d for d, p in enumerate(tensor.placements) if not isinstance(p, kinds.Replicate)]
+    strided = [d for d in cut if isinstance(tensor.placements[d], kinds._StridedShard)]
     # torch calls FSDP2's shards of tensors that tensor parallelism has cut before strided. There
     # are two ways to cut those, which differ only if a part is longer than one before it: both are
     # tried.
@@ -195,13 +192,9 @@ def as_sharded(local: torch.Tensor, like: Any) -> torch.Tensor:
     """Return this process's part as a DTensor with the placement of another."""
     from torch.distributed.tensor import DTensor  # as above
 
+    mesh, stride = like.device_mesh, torch.empty(like.shape, device="meta").stride()
     return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
+        local, mesh, like.placements, run_check=False, shape=like.shape, stride=stride
     )
 
 
