@@ -93,7 +93,10 @@ def of_other_formats(folder: Path) -> list[Base]:
 
     packed = safetensors_bytes(state(), {"format": "pt"})
     zipped = io.BytesIO()
-    torch.save({"w": torch.arange(20.0).reshape(5, 4).t(), "n": {"x": [torch.arange(9)]}}, zipped)
+    nested = {"w": torch.arange(20.0).reshape(5, 4).t(), "n": {"x": [torch.arange(9)]}}
+    torch.save(nested, zipped)
+    legacy = io.BytesIO()
+    torch.save(nested, legacy, _use_new_zipfile_serialization=False)
     half = {name: tensor for name, tensor in state().items() if name in ("weight", "empty")}
     (folder / "1.safetensors").write_bytes(safetensors_bytes(half))
     (folder / "2.safetensors").write_bytes(safetensors_bytes({"bias": state()["bias"]}))
@@ -105,6 +108,7 @@ def of_other_formats(folder: Path) -> list[Base]:
     bases = [
         Base("safetensors", packed, "f.safetensors"),
         Base("torch", zipped.getvalue(), "f.pt"),
+        Base("torch", legacy.getvalue(), "f.pt"),
         Base("shards", index, "model.safetensors.index.json"),
         Base("shard", (folder / "1.safetensors").read_bytes(), "1.safetensors"),
     ]

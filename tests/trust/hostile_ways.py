@@ -172,6 +172,8 @@ def shown(result: Any) -> str:
 def compared(one: Tensors, other: Tensors) -> str | None:
     if len(one) != len(other):
         return f"{len(other)} tensors instead of {len(one)}"
+    if one.keys() == other.keys():
+        other = {name: other[name] for name in one}  # in another order than that of the file
     pairs = zip(one.values(), other.values(), strict=True)
     for name, (a, b) in zip(one, pairs, strict=True):
         if a.dtype != b.dtype or a.shape != b.shape or raw(a) != raw(b):

@@ -6,6 +6,7 @@
 
 pub mod chance;
 pub mod input;
+pub mod legacy;
 #[cfg(feature = "peers")]
 pub mod safetensors;
 pub mod targets;

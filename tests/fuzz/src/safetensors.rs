@@ -140,7 +140,7 @@ impl<'de> Visitor<'de> for Names {
 fn compare_tensors(file: &tensorizer::TensorFile, bytes: &[u8], theirs: &SafeTensors<'_>) {
     assert_eq!(file.entries().len(), theirs.len());
     let loaded = load_all(file, Verify::Nothing).expect("no more bytes than in the file");
-    let of_torch = file.entries().iter().all(|entry| entry.dtype.is_of_torch());
+    let of_torch = file.entries().iter().all(|entry| entry.dtype.is_in_torch());
     let loaded = loaded.expect("what was opened");
     for tensor in &loaded {
         let name = tensor.name().key().expect("no path");

@@ -1,15 +1,18 @@
-//! Archives of `torch.save` with a few wrong fields: their records are bytes of the file, and none
-//! overlap; deflated ones load or are an error.
+//! Files of `torch.save`, of today and of before torch 1.6, with a few wrong fields: their records
+//! are bytes of the file, and none overlap; deflated ones load or are an error.
 use crate::input::Input;
-use crate::{load_all, open, zip};
+use crate::{legacy, load_all, open, zip};
 use tensorizer::Verify;
 use tensorizer::format::catalog::Format;
 
 /// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    let made = !input.once_in(4);
-    let bytes = if made { zip::file(&mut input) } else { input.rest().to_vec() };
+    let bytes = match input.below(4) {
+        3 => input.rest().to_vec(),
+        2 => legacy::file(&mut input),
+        _ => zip::file(&mut input),
+    };
     let Ok(file) = open(&bytes) else { return };
     if file.format() != Format::Torch {
         return;
