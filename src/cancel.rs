@@ -5,7 +5,6 @@
 //! check of whether the call has ended.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, TryLockError};
 use std::time::Duration;
 
@@ -85,26 +84,6 @@ pub fn lock_mutex<'m, T>(
             Err(TryLockError::Poisoned(poisoned)) => return Ok(unpoisoned(Err(poisoned))),
             Err(TryLockError::WouldBlock) => sleep(LOCK_POLL, cancel)?,
         }
-    }
-}
-
-/// Work that is done once. A thread that needs it while another does it waits, and does it if that
-/// fails.
-#[derive(Default)]
-pub struct RetryableOnce {
-    done: AtomicBool,
-    lock: ProcessLock,
-}
-
-impl RetryableOnce {
-    /// Does the work, unless it was done before.
-    pub fn run(&self, cancel: &dyn Cancel, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        let _lock = lock_mutex(self.lock.get(), cancel)?;
-        if !self.done.load(Ordering::Relaxed) {
-            work()?;
-            self.done.store(true, Ordering::Relaxed);
-        }
-        Ok(())
     }
 }
 

@@ -5,6 +5,7 @@
 //! found.
 
 use std::io;
+use std::ops::Range;
 
 /// The result of every fallible function of the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -206,6 +207,12 @@ impl Error {
             *error = io::Error::new(error.kind(), format!("{error} ({hint})"));
         }
         self
+    }
+
+    /// Creates the error of a source of `size` bytes in all that does not have the range `wanted`.
+    pub(crate) fn truncated(uri: &str, what: &str, wanted: Range<u64>, size: u64) -> Self {
+        let Range { start, end } = wanted;
+        Error::Truncated { uri: uri.to_owned(), what: what.to_owned(), start, end, size }
     }
 
     /// Creates the error of an operation that the system refused.

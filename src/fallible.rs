@@ -13,11 +13,8 @@ pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
 }
 
 /// Creates a slice of `len` zeros.
-pub fn try_zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(len).map_err(|_| out_of_memory(len as u64, what()))?;
-    bytes.resize(len, 0);
-    Ok(bytes.into_boxed_slice())
+pub fn try_zeroed(len: usize, what: &str) -> Result<Box<[u8]>> {
+    Ok(try_repeat(0, len, what)?.into_boxed_slice())
 }
 
 /// Creates an empty vector with a capacity of `count` items.
@@ -77,9 +74,9 @@ mod tests {
     #[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
     fn allocations_beyond_memory_are_errors() {
         let most = isize::MAX.unsigned_abs();
-        let error = try_zeroed(most, || "a header".to_owned()).err().map(|error| error.to_string());
+        let error = try_zeroed(most, "a header").err().map(|error| error.to_string());
         assert!(error.is_some_and(|error| error.contains("for a header")));
-        assert_eq!(try_zeroed(3, String::new).ok().as_deref(), Some(&[0, 0, 0][..]));
+        assert_eq!(try_zeroed(3, "").ok().as_deref(), Some(&[0, 0, 0][..]));
         assert!(try_with_capacity::<u64>(usize::MAX, "entries").is_err());
         assert!(try_repeat(7u8, most, "flags").is_err());
         let mut few = vec![1, 2];

@@ -158,8 +158,8 @@ impl WriteAt for PyFile {
     }
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let what = || "bytes written before".to_owned();
-        tensorizer::io::read_exact_at(self, offset, &mut Buffers::from_slice(buffer), &what, &Never)
+        let what = "bytes written before";
+        tensorizer::io::read_exact_at(self, offset, &mut Buffers::from_slice(buffer), what, &Never)
     }
 
     fn publish(&mut self, len: u64, _ending: Ending, _cancel: &dyn Cancel) -> Result<Published> {

@@ -51,13 +51,13 @@ impl TensorIterator {
         let _mark = self.holder.mark();
         let tensors = held.as_mut().ok_or_else(|| closed("the iterator is closed"))?;
         let cancel = || {
-            let bytes = (self.closer.moved(), self.closer.arrived());
+            let bytes = (self.closer.counters().moved(), self.closer.counters().arrived());
             self.loads.report_and_check(&self.uri, self.closed, bytes)
         };
         let (loaded, numbers) = tensors.next(&cancel)?;
-        self.loads.watch.tick(self.closer.moved(), 0)?;
+        self.loads.watch.tick(self.closer.counters().moved(), 0)?;
         if numbers.is_empty() {
-            self.loads.watch.end(self.closer.moved())?;
+            self.loads.watch.end(self.closer.counters().moved())?;
             return Ok(None);
         }
         Ok(Some((Handle(offer(loaded)), numbers)))

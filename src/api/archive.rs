@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::catalog_part::{CatalogPart, Opening, malformed, read_growing};
 use super::file::TensorFile;
 use super::reads::{Run, drain};
+use super::tensor::dtype_of;
 use crate::cancel::Cancel;
 use crate::codec::TensorCodec;
 use crate::engine::destination::host::{HostDestination, TensorMemory};
@@ -69,7 +70,7 @@ pub fn read_archive(
     let entries = records.into_iter().map(|(name, data_offset, len)| {
         let name = Name::from_key(&format!("{file}/{name}"))
             .map_err(|what| malformed(source.uri(), what))?;
-        Ok(Entry::new(name, bytes_dtype()?, [len].into(), file, data_offset, len))
+        Ok(Entry::new(name, dtype_of::<u8>()?, [len].into(), file, data_offset, len))
     });
     let entries = entries.collect::<Result<Vec<_>>>()?;
     let format = Format::Torch;
@@ -99,22 +100,13 @@ fn legacy_records(
         let len = bytes.len() as u64;
         let until = (2 * len).max(FIRST).min(size);
         if until <= len {
-            let (uri, what) = (source.uri().to_owned(), what.to_owned());
             let end = base.saturating_add(len).saturating_add(1);
-            return Err(Error::Truncated {
-                uri,
-                what,
-                start: base,
-                end,
-                size: base.saturating_add(size),
-            });
+            let size = base.saturating_add(size);
+            return Err(Error::truncated(source.uri(), what, base..end, size));
         }
         if until > torch_legacy::MAX_PICKLES {
-            let most = torch_legacy::MAX_PICKLES;
-            return Err(malformed(
-                source.uri(),
-                format!("expected {what} to end within {most} bytes"),
-            ));
+            let what = format!("expected {what} to end within {} bytes", torch_legacy::MAX_PICKLES);
+            return Err(malformed(source.uri(), what));
         }
         read_growing(source, base.saturating_add(len), until, &mut bytes, what, cancel)?;
     };
@@ -161,11 +153,6 @@ fn zip_records(
     // The stated checksum, if there is one, is compared now, as records are not bytes of the file.
     agree(&*source, cancel)?;
     Ok((Arc::new(InflatedSource::new(source, end, deflated)), placed))
-}
-
-/// Returns the dtype of bytes.
-pub(super) fn bytes_dtype() -> Result<DType> {
-    DType::from_name("uint8").ok_or_else(|| Error::Bug("no type of bytes".to_owned()))
 }
 
 fn read_directory(

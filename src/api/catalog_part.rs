@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::fallible::out_of_memory;
+use crate::fallible::try_resize;
 use crate::format::catalog::{Entry, Format};
 use crate::io::{CachedHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
@@ -88,13 +88,10 @@ pub fn read_growing(
     while out.len() < len {
         let done = out.len();
         let more = STEP.max(done).min(len - done);
-        let short =
-            |_| out_of_memory((done + more) as u64, format!("{what} of `{}`", source.uri()));
-        out.try_reserve(more).map_err(short)?;
-        out.resize(done + more, 0);
+        try_resize(out, done + more, &format!("{what} of `{}`", source.uri()))?;
         let fresh = out.get_mut(done..).unwrap_or(&mut []);
         let at = offset.saturating_add((done - before) as u64);
-        read_exact_at(source, at, &mut Buffers::from_slice(fresh), &|| what.to_owned(), cancel)?;
+        read_exact_at(source, at, &mut Buffers::from_slice(fresh), what, cancel)?;
     }
     Ok(())
 }

@@ -78,15 +78,7 @@ impl<'f> DeviceLoad<'f> {
         selection.check()?;
         let lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let tensors: Vec<(Extent, u64)> = selection.extents().into_iter().zip(lens).collect();
-        let plan = |tensors: &[(Extent, u64)]| {
-            let layout = if separate_memory {
-                MemoryLayout::one_block_each(tensors.iter().map(|(_, len)| *len))
-            } else {
-                MemoryLayout::new(tensors, LargeTensors::OwnBlocks)
-            };
-            let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
-            layout.ok_or_else(too_large)
-        };
+        let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
         let mut device_of = device_of.to_vec();
         device_of.resize(tensors.len(), 0);
         let mut layout = DeviceLayout::default();
@@ -96,9 +88,13 @@ impl<'f> DeviceLoad<'f> {
         for device in 0..devices {
             let own = layout.device_of_tensor.iter().enumerate();
             let own: Vec<usize> = own.filter(|(_, of)| **of == device).map(|(at, _)| at).collect();
-            let own_tensors: Vec<_> =
-                own.iter().filter_map(|&at| tensors.get(at).copied()).collect();
-            let planned = plan(&own_tensors)?;
+            let own_tensors = own.iter().filter_map(|&at| tensors.get(at).copied());
+            let planned = if separate_memory {
+                MemoryLayout::one_block_each(own_tensors.map(|(_, len)| len))
+            } else {
+                MemoryLayout::new(&own_tensors.collect::<Vec<_>>(), LargeTensors::OwnBlocks)
+            };
+            let planned = planned.ok_or_else(too_large)?;
             let first = layout.blocks.len();
             for (&at, location) in own.iter().zip(&planned.locations) {
                 if let Some(slot) = layout.locations.get_mut(at) {
@@ -120,14 +116,11 @@ impl<'f> DeviceLoad<'f> {
         device_of: Vec<usize>,
     ) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
-        let mut blocks = vec![BlockLayout { len: 0, image: None }; numbers.len()];
-        let mut locations = Vec::with_capacity(numbers.len());
-        for (entry, &block) in selection.entries.iter().zip(&selection.order) {
-            locations.push(BlockLocation { block, offset: 0 });
-            if let Some(slot) = blocks.get_mut(block) {
-                slot.len = entry.loaded_len();
-            }
-        }
+        let lens = selection.entries.iter().map(|entry| entry.loaded_len());
+        let blocks = lens.map(|len| BlockLayout { len, image: None }).collect();
+        let blocks = selection.to_caller_order(blocks);
+        let locations = selection.order.iter().map(|&block| BlockLocation { block, offset: 0 });
+        let locations = locations.collect();
         let device_of_tensor = selection.to_file_order(device_of.clone());
         let device_of_block = device_of;
         let layout = DeviceLayout { blocks, locations, device_of_block, device_of_tensor };

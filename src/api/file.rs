@@ -9,7 +9,7 @@ use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Escaped, Result};
 use crate::fallible::{LISTS, out_of_memory};
-use crate::format::catalog::{Catalog, Entry, Format};
+use crate::format::catalog::{Catalog, Entry, Format, data_len};
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::identity::FileIdentity;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
@@ -26,10 +26,10 @@ pub struct TensorFile {
     sources: ForkSafeMutex<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Arc<Catalog>,
     /// The state of a `.tensors` file; None for other formats.
-    tensors_state: Option<Arc<TensorsFileState>>,
+    pub(super) tensors_state: Option<Arc<TensorsFileState>>,
     cached_heads: Arc<[CachedHead]>,
     /// The checksums that a hub publishes of its files.
-    hub_pins: Arc<HubPins>,
+    pub(super) hub_pins: Arc<HubPins>,
 }
 
 /// The state that only `.tensors` files have.
@@ -45,6 +45,7 @@ pub(super) struct TensorsFileState {
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
     /// The tags that headers must have, by stored name. Set once the manifest was verified.
     pub verified_manifest: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
+    /// Set once data were decrypted with the key.
     pub key_fits: AtomicBool,
     /// Set once a tensor was found that is encrypted in one piece longer than usual: then the data
     /// of tensors are not cut.
@@ -116,11 +117,6 @@ impl TensorFile {
         &self.cached_heads
     }
 
-    /// The checksums that a hub publishes of its files.
-    pub(super) fn hub_pins(&self) -> &HubPins {
-        &self.hub_pins
-    }
-
     /// Replaces the sources for which there is another one.
     pub(super) fn replace_sources(
         &self,
@@ -183,22 +179,12 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Makes loads decrypt with these options. Returns false if options were set before.
-    pub(super) fn set_decryption(&self, options: Arc<DecryptionOptions>) -> bool {
-        self.tensors_state.as_ref().is_some_and(|state| state.decryption.set(options).is_ok())
-    }
-
     /// Refuses a header that differs from the one that the manifest covers.
     pub(super) fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
         let sealed = self.tensors_state.as_ref().and_then(|state| state.verified_manifest.get());
         let Some((manifest, digests)) = sealed else { return Ok(()) };
         let expected = digests.get(entry.name.stored());
         if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.manifest_mismatch()) }
-    }
-
-    /// The mark of a `.tensors` file that data were decrypted with the key before.
-    pub(super) fn key_fits(&self) -> Option<&AtomicBool> {
-        self.tensors_state.as_ref().map(|state| &state.key_fits)
     }
 
     /// The mark of a `.tensors` file that some of its tensors are encrypted in one long piece.
@@ -322,18 +308,15 @@ impl TensorFile {
                 self.uri, tensors_state.base
             )));
         }
-        if let Some(head) =
-            tensors_state.head.as_ref().filter(|_| numbers.len() == self.entries().len())
-        {
+        let is_whole = numbers.len() == self.entries().len();
+        if let Some(head) = tensors_state.head.as_ref().filter(|_| is_whole) {
             // Unchanged, so that its manifest stays valid.
             return Ok(head.clone());
         }
         let entries = numbers.iter().map(|&number| self.entry(number).cloned());
         let entries = entries.collect::<Result<Vec<_>>>()?;
         let prologue = Prologue {
-            tensor_bytes: entries
-                .iter()
-                .fold(0, |sum: u64, entry| sum.saturating_add(entry.data_len)),
+            tensor_bytes: data_len(entries.iter()),
             count: entries.len() as u64,
             ..tensors_state.prologue
         };
@@ -341,7 +324,7 @@ impl TensorFile {
         let mut block = index::encode(&entries, tagged, prologue.index_len)?;
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
         // The identity is that of all tensors: a part of the file has none.
-        let identity = tensors_state.identity.filter(|_| numbers.len() == self.entries().len());
+        let identity = tensors_state.identity.filter(|_| is_whole);
         let pairs = self.metadata()?.unwrap_or(&[]);
         let metadata = metadata::encode(pairs, self.uri())?;
         trailer::write(block.get_mut(used..).unwrap_or(&mut []), &metadata, identity)?;
@@ -351,8 +334,8 @@ impl TensorFile {
     /// Reads bytes of the file as they are.
     #[doc(hidden)]
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
-        let what = || "a copy of the file".to_owned();
-        read_exact_at(&*self.source(0)?, offset, &mut Buffers::from_slice(buffer), &what, cancel)
+        let what = "a copy of the file";
+        read_exact_at(&*self.source(0)?, offset, &mut Buffers::from_slice(buffer), what, cancel)
     }
 
     /// Returns a function that makes the kernel begin to read bytes of one tensor's data, from its

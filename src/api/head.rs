@@ -54,7 +54,7 @@ impl FileHead {
             };
         }
         let mut bytes = self.bytes.clone();
-        let mut step = try_zeroed(1 << 20, || what.to_owned())?;
+        let mut step = try_zeroed(1 << 20, what)?;
         while bytes.len() as u64 <= most {
             let at = self.base.saturating_add(bytes.len() as u64);
             let read = read_up_to(&*self.source, at, &mut step, cancel)?;
@@ -116,17 +116,15 @@ impl FileHead {
         let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
         let file_len = self.source.facts().len;
         if let Some(size) = file_len.filter(|&size| size < data_at) {
-            let what = "the safetensors header".to_owned();
-            let uri = uri.to_owned();
-            return Err(Error::Truncated { uri, what, start: base, end: data_at, size });
+            return Err(Error::truncated(uri, "the safetensors header", base..data_at, size));
         }
         let start =
             self.read_first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
         let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
         let found = safetensors::parse(json, base, file, uri)?;
         if let Some(size) = file_len.filter(|&size| size < found.end) {
-            let (uri, what) = (uri.to_owned(), "the data of its tensors".to_owned());
-            return Err(Error::Truncated { uri, what, start: data_at, end: found.end, size });
+            let wanted = data_at..found.end;
+            return Err(Error::truncated(uri, "the data of its tensors", wanted, size));
         }
         // A file within a larger one may have others after it.
         if let Some(size) = file_len.filter(|&size| size > found.end && base == 0) {
@@ -152,7 +150,7 @@ impl FileHead {
     }
 
     fn open_tensors(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        let (FileHead { source, base, bytes }, cancel) = (self, opening.cancel);
+        let (FileHead { source, base, mut bytes }, cancel) = (self, opening.cancel);
         let uri = &source.uri().to_owned();
         refuse_tar(&*source, base, &bytes, cancel)?;
         let file_len = source.facts().len;
@@ -161,13 +159,8 @@ impl FileHead {
         if let Some(size) =
             file_len.filter(|&size| size.saturating_sub(index_at) < prologue.index_len)
         {
-            return Err(Error::Truncated {
-                uri: uri.to_owned(),
-                what: "tensor index".to_owned(),
-                start: index_at,
-                end: index_at.saturating_add(prologue.index_len),
-                size,
-            });
+            let end = index_at.saturating_add(prologue.index_len);
+            return Err(Error::truncated(uri, "tensor index", index_at..end, size));
         }
         if prologue.index_len > index::MAX_LEN {
             let what = format!(
@@ -188,10 +181,13 @@ impl FileHead {
             trailer::find(space, index_at.saturating_add(len as u64));
         let cached_heads =
             opening.cached_head(&*source, base, &bytes, &block).into_iter().collect();
+        if sealed {
+            try_extend(&mut bytes, &block, "a manifest")?;
+        }
         let tensors_state = TensorsFileState {
             base,
             prologue,
-            head: sealed.then(|| joined(bytes, &block)).transpose()?,
+            head: sealed.then_some(bytes),
             identity,
             decryption: OnceLock::new(),
             verified_manifest: OnceLock::new(),
@@ -254,10 +250,4 @@ fn read_index(
         start.read(&block, at, prologue).map_err(|e| e.in_file(uri))?;
         until = until.saturating_mul(2).min(len);
     }
-}
-
-/// Returns prologue and index as one.
-fn joined(mut prologue: Vec<u8>, index: &[u8]) -> Result<Vec<u8>> {
-    try_extend(&mut prologue, index, "a manifest")?;
-    Ok(prologue)
 }

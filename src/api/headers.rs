@@ -64,10 +64,8 @@ pub fn visit_headers(
 /// has been read. A key that has worked once is not tried again.
 pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let file = selection.file;
-    let Some((options, key_fits)) = file.decryption().zip(file.key_fits()) else { return Ok(()) };
-    if key_fits.load(Ordering::Relaxed) {
-        return Ok(());
-    }
+    let state = file.tensors_state.as_ref().filter(|state| !state.key_fits.load(Ordering::Relaxed));
+    let Some((options, state)) = file.decryption().zip(state) else { return Ok(()) };
     let source = file.source(0)?;
     if source.facts().len.is_none() {
         // The source can be read only once.
@@ -92,13 +90,12 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     if !pieces.decrypt(0, &mut bytes, &key) {
         return Err(decryption_failed(entry, uri));
     }
-    key_fits.store(true, Ordering::Relaxed);
+    state.key_fits.store(true, Ordering::Relaxed);
     Ok(())
 }
 
 fn read_range(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) -> Result<Box<[u8]>> {
-    let what = || "tensors".to_owned();
-    let mut bytes = try_zeroed(to_usize(end.saturating_sub(start)), what)?;
-    read_exact_at(source, start, &mut Buffers::from_slice(&mut bytes), &what, cancel)?;
+    let mut bytes = try_zeroed(to_usize(end.saturating_sub(start)), "tensors")?;
+    read_exact_at(source, start, &mut Buffers::from_slice(&mut bytes), "tensors", cancel)?;
     Ok(bytes)
 }

@@ -165,15 +165,14 @@ fn map_tensors(
         let source = file.source(number)?;
         let bug = || Error::Bug("a mapping of no file".to_owned());
         let handle = source.file().ok_or_else(bug)?;
-        let uri = source.uri().to_owned();
+        let uri = source.uri();
         // If the file has shrunk since it was opened, the load must fail here, and not with SIGBUS
         // when the mapping is touched.
-        let size = handle.metadata().map_err(|e| Error::io("examining", &uri, e))?.len();
+        let size = handle.metadata().map_err(|e| Error::io("examining", uri, e))?.len();
         if size < end {
-            let what = "mapping".to_owned();
-            return Err(Error::Truncated { uri, what, start: 0, end, size });
+            return Err(Error::truncated(uri, "mapping", 0..end, size));
         }
-        Ok((number, Arena::map_file(&handle, end, &uri)?))
+        Ok((number, Arena::map_file(&handle, end, uri)?))
     });
     mappings.collect()
 }

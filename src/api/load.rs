@@ -14,7 +14,7 @@ use crate::codec::CompactHeader;
 use crate::engine::destination::host::{HostDestination, TensorMemory};
 use crate::engine::load_options::LoadOptions;
 use crate::error::{Error, Result};
-use crate::mem::{SliceRemainder, as_uninit, zero_fill};
+use crate::mem::{SliceRemainder, as_uninit};
 use crate::stats::Counters;
 
 /// Loads tensors, given by number, into memory of their own.
@@ -108,19 +108,12 @@ pub fn load_into_uninit(
         }
     }
     let headers = file.with_intact_copies(|| {
-        if file.decryption().is_none() {
-            let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(bytes));
-            let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
-            return read_to_host(&selection, to, options, counters, cancel);
-        }
-        let mut bytes: Vec<&mut [u8]> =
-            destinations.iter_mut().map(|bytes| zero_fill(bytes)).collect();
-        let lent = bytes.iter_mut().map(|bytes| SliceRemainder::new(as_uninit(bytes)));
+        let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(bytes));
         let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
         let loaded = read_to_host(&selection, to, options, counters, cancel);
-        if loaded.is_err() {
+        if loaded.is_err() && file.decryption().is_some() {
             // Data that could not be authenticated are wiped.
-            bytes.into_iter().for_each(|bytes| bytes.fill(0));
+            destinations.iter_mut().for_each(|bytes| bytes.fill(MaybeUninit::new(0)));
         }
         loaded
     })?;

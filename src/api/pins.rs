@@ -9,7 +9,7 @@ use super::catalog_part::Opening;
 use super::file::TensorFile;
 use super::head::FileHead;
 use super::selection::Selection;
-use crate::cancel::Cancel;
+use crate::cancel::{Cancel, lock_mutex};
 use crate::codec::hash::Verify;
 use crate::engine::load_options::LoadOptions;
 use crate::engine::worker_range;
@@ -54,12 +54,13 @@ impl TensorFile {
         let load_verify = if has_own_hashes { verify } else { Verify::Nothing };
         let needs_hub = verify != Verify::Nothing && (!has_own_hashes || verify == Verify::All);
         if needs_hub && !self.sources().iter().all(is_pinned) {
-            let HubPins { once, pins } = self.hub_pins();
-            once.run(cancel, || {
+            let HubPins { requesting, pins } = &*self.hub_pins;
+            let requesting = lock_mutex(requesting.get(), cancel)?;
+            if pins.get().is_none() {
                 let found = self.request_pins(has_own_hashes, cancel)?;
                 pins.get_or_init(|| found);
-                Ok(())
-            })?;
+            }
+            drop(requesting);
             self.replace_sources(|file, source| {
                 let pin = pins.get()?.get(file)?.clone()?;
                 let needs_pin = source.facts().is_of_hub() && !is_pinned(source);
@@ -205,10 +206,10 @@ pub fn read_all(
             let Some((source, rest)) = sources.get(number).zip(rest.get(number)) else { break };
             let start = rest.start.saturating_add((turn / count).saturating_mul(piece));
             let len = rest.end.saturating_sub(start).min(piece);
-            let mut buffer = try_zeroed(to_usize(len), || "a file that is hashed".to_owned())?;
-            let what = || "bytes that are hashed for its checksum".to_owned();
+            let mut buffer = try_zeroed(to_usize(len), "a file that is hashed")?;
+            let what = "bytes that are hashed for its checksum";
             Buffers::from_slice(&mut buffer).with_observer(control, |buffers| {
-                read_exact_at(*source, start, buffers, &what, control)
+                read_exact_at(*source, start, buffers, what, control)
             })?;
         }
         Ok(())

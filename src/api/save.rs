@@ -21,7 +21,7 @@ use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
 use crate::format::tensors::{metadata, trailer};
-use crate::io::{Ending, Published, Reservation, WriteAt, write_all_at};
+use crate::io::{Ending, Published, Reservation, WriteAt, closed_error, write_all_at};
 use crate::sys::process::OwnerProcess;
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
@@ -188,14 +188,12 @@ impl Writer {
         tensors.iter().try_for_each(|tensor| tensor.check(&self.uri))?;
         self.check_names(&tensors)?;
         self.failed = true;
-        let mut placed = Vec::with_capacity(tensors.len());
-        let mut sources = Vec::with_capacity(tensors.len());
-        for tensor in tensors {
+        let parts = tensors.into_iter().map(|tensor| {
             let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
             let meta = matches!(data, TensorData::Meta);
-            placed.push(UnplacedTensor { name, kind, dtype, shape, meta });
-            sources.push((module_index, data));
-        }
+            (UnplacedTensor { name, kind, dtype, shape, meta }, (module_index, data))
+        });
+        let (placed, sources): (Vec<_>, Vec<_>) = parts.unzip();
         self.entries.reserve(placed.len());
         self.digests.reserve(placed.len());
         let layout = self.lay_out(placed, cancel)?;
@@ -289,9 +287,7 @@ impl Writer {
     }
 
     pub(super) fn sink(&self) -> Result<&dyn WriteAt> {
-        self.sink
-            .as_deref()
-            .ok_or_else(|| Error::Closed(format!("I/O operation on closed file `{}`", self.uri)))
+        self.sink.as_deref().ok_or_else(|| closed_error(&self.uri))
     }
 
     fn check_names(&mut self, tensors: &[SaveTensor<'_>]) -> Result<()> {

@@ -53,13 +53,8 @@ impl Writer {
             Ok(WriteTensor { entry, module_index: 0, data })
         });
         let items = items.collect::<Result<Vec<_>>>()?;
-        let options = WriteOptions {
-            threads: self.options.threads,
-            hashes: None,
-            encryption: None,
-            needs_digests: false,
-            memory: self.options.memory,
-        };
+        let (threads, memory) = (self.options.threads, self.options.memory);
+        let options = WriteOptions { threads, memory, ..WriteOptions::default() };
         let sink = self.sink()?;
         let head = self.base.saturating_add(layout.head.len() as u64);
         sink.reserve(&Reservation { head, len: layout.end, parts: None })?;

@@ -14,12 +14,8 @@ impl TensorFile {
         let position = |entry: &Entry| (entry.file, entry.header_offset, entry.data_len);
         let mut order: Vec<usize> = (0..self.entries().len()).collect();
         order.sort_by_key(|&number| self.entry(number).ok().map(position));
-        let mut places = vec![0; order.len()];
-        for (place, &number) in order.iter().enumerate() {
-            if let Some(slot) = places.get_mut(number) {
-                *slot = place;
-            }
-        }
+        let mut places: Vec<usize> = (0..order.len()).collect();
+        places.sort_unstable_by_key(|&place| order.get(place));
         (order, places)
     }
 }
@@ -136,13 +132,9 @@ impl<'f> Selection<'f> {
 
     /// Reorders one value for each tensor from the order of the file to the caller's order.
     pub fn to_caller_order<T>(&self, sorted: Vec<T>) -> Vec<T> {
-        let mut restored: Vec<Option<T>> = sorted.iter().map(|_| None).collect();
-        for (thing, &at) in sorted.into_iter().zip(&self.order) {
-            if let Some(slot) = restored.get_mut(at) {
-                *slot = Some(thing);
-            }
-        }
-        restored.into_iter().flatten().collect()
+        let mut restored: Vec<(usize, T)> = self.order.iter().copied().zip(sorted).collect();
+        restored.sort_unstable_by_key(|(at, _)| *at);
+        restored.into_iter().map(|(_, thing)| thing).collect()
     }
 
     /// Reorders one value for each tensor from the caller's order to the order of the file.

@@ -50,21 +50,6 @@ struct ShardSelection<'i> {
     first: Option<u64>,
 }
 
-impl ShardSelection<'_> {
-    /// The numbers in the index and the names of the files.
-    fn files(&self) -> impl Iterator<Item = (usize, &String)> {
-        let files = &self.index.index.files;
-        self.numbers.iter().filter_map(|&number| Some((number, files.get(number)?)))
-    }
-
-    /// True if the index says that a tensor is not in this one of the opened files, but in another
-    /// file.
-    fn is_elsewhere(&self, name: &Name, file: usize) -> bool {
-        let found = self.index.indexed_files.get(name.stored());
-        found.is_some_and(|indexed_file| self.numbers.get(file) != Some(indexed_file))
-    }
-}
-
 impl ShardIndex {
     /// Reads the index of a source. None if the source is no index, or can be read only once.
     pub fn of_source(
@@ -141,26 +126,24 @@ impl ShardIndex {
 
     fn open(&self, selection: &ShardSelection<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
         let uri = self.uri();
-        let parts = open_all(&self.head, selection, uri, opening)?;
-        let mut cached_heads: Vec<CachedHead> = Vec::new();
-        cached_heads.extend(self.cached_head.clone());
+        let parts = open_all(selection, opening)?;
+        let mut cached_heads = Vec::from_iter(self.cached_head.clone());
         let mut sources = Vec::with_capacity(parts.len());
         let mut entries: Vec<Entry> = Vec::new();
         let mut metadata: Option<BTreeMap<String, String>> = None;
+        let bad = |what: &str| malformed(uri, format!("the index of shards names {what}"));
         let mut formats = parts.iter().map(|part| part.format);
-        let format = formats
-            .next()
-            .ok_or_else(|| malformed(uri, "the index of shards names no files".to_owned()))?;
+        let format = formats.next().ok_or_else(|| bad("no files"))?;
         if formats.any(|other| other != format) {
-            return Err(malformed(
-                uri,
-                "the index of shards names files of several formats: expected one".to_owned(),
-            ));
+            return Err(bad("files of several formats: expected one"));
         }
         for (file, part) in parts.into_iter().enumerate() {
             // If two files contain a tensor of this name, the index states which of them is used.
-            let elsewhere =
-                |entry: &Entry| format.names_tensors() && selection.is_elsewhere(&entry.name, file);
+            let elsewhere = |entry: &Entry| {
+                let found = self.indexed_files.get(entry.name.stored());
+                let other = found.is_some_and(|found| selection.numbers.get(file) != Some(found));
+                other && format.names_tensors()
+            };
             entries.reserve(part.entries.len());
             entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
             if let Some(pairs) = part.metadata {
@@ -237,27 +220,22 @@ fn at_once(source: &dyn ReadAt) -> usize {
 }
 
 /// Opens the files, several at once, in the order of their numbers.
-fn open_all(
-    head: &FileHead,
-    selection: &ShardSelection<'_>,
-    uri: &str,
-    opening: &Opening<'_>,
-) -> Result<Vec<CatalogPart>> {
-    let files: Vec<_> = selection.files().collect();
-    let at_once = at_once(&*head.source).min(files.len());
+fn open_all(selection: &ShardSelection<'_>, opening: &Opening<'_>) -> Result<Vec<CatalogPart>> {
+    let ShardSelection { index, numbers, first } = selection;
+    let files = numbers.iter().filter_map(|&file| Some((file, index.index.files.get(file)?)));
+    let files: Vec<_> = files.collect();
+    let at_once = at_once(&*index.head.source).min(files.len());
     workers::map(at_once, files.into_iter().enumerate(), opening.cancel, |file, control| {
         let (number, (file, name)) = file;
-        let source = match &selection.index.open_sibling {
-            Some(open) => open(name, selection.first, control)?,
-            None => None,
-        };
-        let source = source.ok_or_else(|| {
+        let opened = index.open_sibling.as_ref().map(|open| open(name, *first, control));
+        let source = opened.transpose()?.flatten().ok_or_else(|| {
             Error::Unsupported(format!(
-                "`{uri}` is an index of shards, which cannot be found from a file object: pass the \
-                 path or address of the index"
+                "`{}` is an index of shards, which cannot be found from a file object: pass the \
+                 path or address of the index",
+                index.uri()
             ))
         })?;
-        selection.index.check_same(file, &*source)?;
+        index.check_same(file, &*source)?;
         let opening = Opening { cancel: control, ..*opening };
         with_intact_copies(&|error| suspects_of_open(&source, error), || {
             let head = opening.head(&source, 0)?;

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::archive::bytes_dtype;
 use super::file::TensorFile;
+use super::tensor::dtype_of;
 use crate::engine::plan::SliceRanges;
 use crate::error::{Error, Result};
 use crate::fallible::collect_all;
@@ -49,7 +49,7 @@ impl TensorFile {
     /// parts of tensors that are cut at any byte.
     #[doc(hidden)]
     pub fn as_bytes(&self) -> Result<Self> {
-        let dtype = bytes_dtype()?;
+        let dtype = dtype_of::<u8>()?;
         let bytes =
             |entry: &Entry| Entry { dtype, shape: [entry.data_len].into(), ..entry.clone() };
         self.with_entries(self.entries().iter().map(bytes).collect(), true)

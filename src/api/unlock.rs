@@ -1,5 +1,6 @@
 //! Unlocks encrypted files: takes the key, and checks the manifest (the seal) if there is one.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::file::TensorFile;
@@ -19,15 +20,13 @@ impl TensorFile {
 
     /// Does the same for a file that is shared already.
     pub fn unlock(&self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<()> {
-        if !self.is_encrypted() {
+        let Some(state) = self.tensors_state.as_ref().filter(|_| self.is_encrypted()) else {
             return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri())));
-        }
+        };
         options.reset_derivations(self.uri());
         self.check_manifest(&options, cancel)?;
-        if self.set_decryption(options) {
-            return Ok(());
-        }
-        Err(Error::InvalidArgument(format!("`{}` has a key already", self.uri())))
+        let second = |_| Error::InvalidArgument(format!("`{}` has a key already", self.uri()));
+        state.decryption.set(options).map_err(second)
     }
 
     fn check_manifest(&self, options: &DecryptionOptions, cancel: &dyn Cancel) -> Result<()> {
@@ -70,19 +69,13 @@ impl TensorFile {
         }
         let manifest = Manifest::new(&options.key(derivation.as_ref(), self.uri(), cancel)?)?;
         let numbers = (0..self.entries().len()).collect::<Vec<_>>();
-        let digests = Mutex::new(vec![None; numbers.len()]);
+        let digests = Mutex::new(BTreeMap::new());
         visit_headers(self, &numbers, cancel, &|number, header| {
             let digest = manifest.digest(header.raw);
-            let mut digests = unpoisoned(digests.lock());
-            if let Some(slot) = digests.get_mut(number) {
-                *slot = Some(digest);
-            }
+            unpoisoned(digests.lock()).insert(number, digest);
             Ok(())
         })?;
-        let digests = unpoisoned(digests.into_inner());
-        let missing = || Error::Bug("a header was not read".to_owned());
-        let digests = digests.into_iter().map(|digest| digest.ok_or_else(missing));
-        let digests: Vec<HeaderTag> = digests.collect::<Result<Vec<_>>>()?;
+        let digests: Vec<HeaderTag> = unpoisoned(digests.into_inner()).into_values().collect();
         if !manifest.verifies(prologue, index, &digests)? {
             return Err(self.manifest_mismatch());
         }

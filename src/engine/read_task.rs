@@ -226,7 +226,6 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         let mut lease = self
             .counters
             .time(Stage::Memory, || self.to.acquire(ticket, batch, planned, &idle, control))?;
-        let what = || "tensors".to_owned();
         let arrivals = Arrivals(control, self.counters);
         self.counters.time(Stage::Read, || {
             lease.fill(&|from, buffers| {
@@ -234,7 +233,8 @@ impl<'r, D: Destination> ReadTask<'r, D> {
                 if times_first_touch() {
                     self.counters.time(Stage::FirstTouch, || buffers.prefault());
                 }
-                buffers.with_observer(&arrivals, |b| read_exact_at(source, at, b, &what, control))
+                buffers
+                    .with_observer(&arrivals, |b| read_exact_at(source, at, b, "tensors", control))
             })
         })?;
         let BatchContents { single_chunk, pooled, arrivals, data_len } =
@@ -414,10 +414,9 @@ impl<'r, D: Destination> ReadTask<'r, D> {
             let Segment { kind, len, place } = *segment;
             let size = to_usize(len);
             if matches!(kind, SegmentKind::Header { .. }) {
-                let mut raw = try_zeroed(size, || "headers of tensors".to_owned())?;
-                let what = || "tensors".to_owned();
+                let mut raw = try_zeroed(size, "headers of tensors")?;
                 Buffers::from_slice(&mut raw).with_observer(control, |buffers| {
-                    read_exact_at(source, position, buffers, &what, control)
+                    read_exact_at(source, position, buffers, "tensors", control)
                 })?;
                 if let Some(extent) = segment.extent() {
                     self.header(extent, &raw, control)?;

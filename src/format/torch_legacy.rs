@@ -101,29 +101,8 @@ enum Argument {
 /// of torch could write; None for others, which torch's unpickler refuses, too.
 fn argument(opcode: u8) -> Option<Argument> {
     Some(match opcode {
-        b'('
-        | b')'
-        | b'.'
-        | b'0'
-        | b'1'
-        | b'2'
-        | b']'
-        | b'}'
-        | b'N'
-        | b'Q'
-        | b'R'
-        | b'a'
-        | b'b'
-        | b'd'
-        | b'e'
-        | b'l'
-        | b'o'
-        | b's'
-        | b't'
-        | b'u'
-        | 0x81
-        | 0x85..=0x89
-        | 0x8f..=0x94 => Argument::Bytes(0),
+        0x81 | 0x85..=0x89 | 0x8f..=0x94 => Argument::Bytes(0),
+        _ if b"().012]}NQRabdelostu".contains(&opcode) => Argument::Bytes(0),
         b'K' | b'h' | b'q' | 0x80 => Argument::Bytes(1),
         b'M' => Argument::Bytes(2),
         b'J' | b'j' | b'r' => Argument::Bytes(4),

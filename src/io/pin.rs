@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-use crate::cancel::{POLL, RetryableOnce};
+use crate::cancel::{POLL, ProcessLock};
 use crate::codec::sha256::{Sha256, hex};
 use crate::mem::FilledPart;
 use crate::sys::process::PerProcess;
@@ -153,6 +153,7 @@ impl Drop for Range<'_> {
 /// The pins of the files of a hub, which handles of the same checkpoint share.
 #[derive(Default)]
 pub struct HubPins {
-    pub once: RetryableOnce,
+    /// Held by the thread that requests them.
+    pub requesting: ProcessLock,
     pub pins: OnceLock<Vec<Option<Arc<Pin>>>>,
 }

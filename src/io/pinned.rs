@@ -87,8 +87,7 @@ impl PinnedSource {
             hashed.reading.insert(start, end);
             drop(hashed);
             let range = Range { pin, start };
-            let what = || "bytes that are hashed".to_owned();
-            let mut bytes = try_zeroed(to_usize(end - start), what)?;
+            let mut bytes = try_zeroed(to_usize(end - start), "bytes that are hashed")?;
             let read = self.source.read_at(start, &mut Buffers::from_slice(&mut bytes), cancel)?;
             if read == 0 {
                 return Ok(());
@@ -118,7 +117,7 @@ impl PinnedSource {
         }
         let end = offset.saturating_add(into.remaining() as u64).min(complete);
         let stop = end.next_multiple_of(CHUNK).min(complete);
-        let zeroed = |bytes: u64| try_zeroed(to_usize(bytes), || "a chunk".to_owned());
+        let zeroed = |bytes: u64| try_zeroed(to_usize(bytes), "a chunk");
         let (mut before, mut after) = (zeroed(offset - start)?, zeroed(stop - end)?);
         let difference = Mutex::new(None);
         let compare = |filled: &FilledPart<'_>, last: bool| {
@@ -129,8 +128,8 @@ impl PinnedSource {
         };
         let read =
             into.tee(to_usize(end - offset), (&mut before, &mut after), compare, |part| {
-                let what = || "bytes that were compared with a checksum".to_owned();
-                read_exact_at(&*self.source, start, part, &what, cancel)
+                let what = "bytes that were compared with a checksum";
+                read_exact_at(&*self.source, start, part, what, cancel)
             })?;
         match unpoisoned(difference.into_inner()) {
             None => Ok(read),
@@ -210,7 +209,7 @@ pub fn agree(source: &dyn ReadAt, cancel: &dyn Cancel) -> Result<()> {
     let Some(pin) = source.facts().pin.as_ref().filter(|pin| !pin.has_agreed()) else {
         return Ok(());
     };
-    let mut bytes = try_zeroed(to_usize(PIECE), || "bytes that are hashed".to_owned())?;
+    let mut bytes = try_zeroed(to_usize(PIECE), "bytes that are hashed")?;
     while source.read_at(pin.position(), &mut Buffers::from_slice(&mut bytes), cancel)? > 0 {}
     compare(pin, source.facts())
 }
@@ -237,8 +236,7 @@ mod tests {
     fn read(source: &PinnedSource, offset: usize, len: usize) -> Vec<u8> {
         let mut into = vec![0; len];
         let mut buffers = Buffers::from_slice(&mut into);
-        let what = || "bytes".to_owned();
-        read_exact_at(source, offset as u64, &mut buffers, &what, &Never).unwrap();
+        read_exact_at(source, offset as u64, &mut buffers, "bytes", &Never).unwrap();
         into
     }
 

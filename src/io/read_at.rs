@@ -1,6 +1,5 @@
 //! Sources: bytes that are read at positions, some of them only in rising order.
 
-use std::fmt;
 use std::io;
 use std::mem::discriminant;
 use std::path::PathBuf;
@@ -211,11 +210,13 @@ pub enum HubChecksum {
 }
 
 /// The identity of a file, which neither another file of its name nor its own later content has.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SourceIdentity {
     /// That of a local file.
+    #[error("{0}")]
     Local(FileStamp),
     /// The strong `ETag` of a server's file.
+    #[error("the ETag {}", Shortened(.0))]
     Tag(String),
 }
 
@@ -230,15 +231,6 @@ impl SourceIdentity {
             "it is another file than the one that was found first: expected {self}, found {found}"
         );
         Err(Error::failed("opening", uri, io::ErrorKind::InvalidData, what))
-    }
-}
-
-impl fmt::Display for SourceIdentity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            SourceIdentity::Local(stamp) => write!(f, "{stamp}"),
-            SourceIdentity::Tag(tag) => write!(f, "the ETag {}", Shortened(tag)),
-        }
     }
 }
 
@@ -279,20 +271,15 @@ pub fn read_exact_at(
     source: &dyn ReadAt,
     offset: u64,
     buffers: &mut Buffers<'_>,
-    what: &dyn Fn() -> String,
+    what: &str,
     cancel: &dyn Cancel,
 ) -> Result<()> {
     let total = buffers.remaining();
     while buffers.remaining() > 0 {
         let at = offset.saturating_add((total - buffers.remaining()) as u64);
         if source.read_at(at, buffers, cancel)? == 0 {
-            return Err(Error::Truncated {
-                uri: source.uri().to_owned(),
-                what: what(),
-                start: offset,
-                end: offset.saturating_add(total as u64),
-                size: at,
-            });
+            let end = offset.saturating_add(total as u64);
+            return Err(Error::truncated(source.uri(), what, offset..end, at));
         }
     }
     Ok(())

@@ -11,16 +11,10 @@ use crate::error::Result;
 use crate::sys::process::PerProcess;
 use crate::sys::sync::unpoisoned;
 
-/// The target of a save, the same for all spellings of a path.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum SaveTarget {
-    /// A name in a folder, which has these device and inode numbers. The empty name stands for the
-    /// file that has them.
-    File((u64, u64), OsString),
-    /// An object of a server.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
-    Address(String),
-}
+/// The target of a save, the same for all spellings of a path: a name in a folder, which has these
+/// device and inode numbers, where the empty name stands for the file that has them; or, without
+/// numbers, the address of an object.
+pub type SaveTarget = (Option<(u64, u64)>, OsString);
 
 /// The number of the save that was published last.
 type LastPublished = Mutex<u64>;
@@ -78,7 +72,7 @@ mod tests {
     use crate::error::Error;
 
     fn begin(name: &str) -> SaveTurn {
-        SaveTurn::begin(SaveTarget::File((1, 2), name.into()))
+        SaveTurn::begin((Some((1, 2)), name.into()))
     }
 
     fn publish(turn: &SaveTurn) -> Option<()> {

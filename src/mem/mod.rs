@@ -9,7 +9,7 @@ pub mod pinned;
 mod slice_remainder;
 
 pub(crate) use crate::sys::as_uninit;
-pub use crate::sys::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all, zero_fill};
+pub use crate::sys::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all};
 pub use arena::{ALIGNMENT, Arena, BufferPiece, HUGE_PAGE, HostBuffer, UnfilledBuffer};
 pub use slice_remainder::SliceRemainder;
 

@@ -304,13 +304,6 @@ pub fn fill_all<'a>(
     Ok(returned.collect())
 }
 
-/// Zeroes memory and returns it as bytes.
-pub fn zero_fill(memory: &mut [MaybeUninit<u8>]) -> &mut [u8] {
-    memory.fill(MaybeUninit::new(0));
-    // SAFETY: initialised by the line above.
-    unsafe { &mut *(std::ptr::from_mut(memory) as *mut [u8]) }
-}
-
 /// The same bytes, as memory to be filled.
 pub(crate) fn as_uninit(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
     // SAFETY: the layout is the same. `Buffers` and `fill_all`, for which it is, write initialised

@@ -25,7 +25,7 @@ use self::fork_safe_mutex::ForkSafeMutex;
 
 pub use attributes::{attribute, attribute_names, set_attribute};
 pub(crate) use buffers::as_uninit;
-pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all, zero_fill};
+pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all};
 pub use file_locks::{
     check_writable, disk_space, effective_user_id, is_on_fuse, try_lock_exclusive, try_lock_fetch,
     try_lock_shared, unlock_fetch,

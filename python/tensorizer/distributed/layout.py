@@ -48,7 +48,7 @@ def _empty_bytes() -> bytes:
     return b""
 
 
-#: What pickles of ``b""`` and ``BytesIO`` call, which torch's unpickler does not know.
+#: Functions that pickles of ``b""`` and ``BytesIO`` call, which torch's unpickler does not know.
 _OF_BYTES: list[Any] = [
     (_empty_bytes, "builtins.bytes"),
     (io.BytesIO, "_io.BytesIO"),

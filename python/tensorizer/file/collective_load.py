@@ -24,7 +24,7 @@ from .open_file import OpenFile
 from .progress import ProgressReporter
 from .read_ahead import ReadAhead
 
-#: What opens the file, and what chooses tensors of it.
+#: Functions that open the file, and that choose tensors of it.
 _Opens: TypeAlias = Callable[..., OpenFile]
 _Plans: TypeAlias = Callable[[OpenFile], LoadPlan]
 #: The most bytes that a member holds beside the tensors of a load.

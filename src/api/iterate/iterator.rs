@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::load;
 use super::options::IterateOptions;
 use super::shared::{IteratorDevice, IteratorState};
-use super::window::{NextTensors, ReadyMemory, WaitingTensor, Window};
+use super::window::{ReadyMemory, WaitingTensor, Window};
 use crate::api::file::TensorFile;
 use crate::api::selection::Selection;
 use crate::cancel::{self, Cancel, POLL};
@@ -65,9 +65,6 @@ impl TensorIterator {
         let lens = lens.collect::<Result<Vec<_>>>()?;
         let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
         let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 });
-        // Tensors without data become zeros when they are handed out, and have no block of bytes.
-        let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
-        let block_lens = block_lens.filter(|_| on_device).collect();
         let shared = Arc::new(IteratorState {
             file: file.duplicate(),
             numbers: selection.numbers.clone(),
@@ -75,13 +72,10 @@ impl TensorIterator {
             complete: options.complete,
             window: Window::new(lens, budget, options.order, on_device),
             device: device.map(|device| (device, blocks)),
-            block_lens,
             counters: Counters::default(),
         });
-        let streams = match &shared.device {
-            Some((to, _)) => Some(Streams::open(&to.device, to.consumer)?),
-            None => None,
-        };
+        let streams = shared.device.as_ref().map(|(to, _)| Streams::open(&to.device, to.consumer));
+        let streams = streams.transpose()?;
         let shared_with_thread = Arc::clone(&shared);
         let work = move || {
             let panicked = || Err(Error::Bug("a load has panicked".to_owned()));
@@ -116,16 +110,13 @@ impl TensorIterator {
             if let Some(allocate) = allocate.as_deref_mut() {
                 self.allocate(allocate)?;
             }
-            match self.shared.window.take(POLL)? {
-                NextTensors::Items(items) => {
-                    let consumer = allocate.map(|allocate| allocate.consumer()).transpose()?;
-                    return self.handed_out(items, consumer, cancel);
-                }
-                NextTensors::Nothing => {}
-                NextTensors::End => {
-                    self.finish();
-                    return Ok(Vec::new());
-                }
+            let Some(items) = self.shared.window.take(POLL)? else {
+                self.finish();
+                return Ok(Vec::new());
+            };
+            if !items.is_empty() {
+                let consumer = allocate.map(|allocate| allocate.consumer()).transpose()?;
+                return self.handed_out(items, consumer, cancel);
             }
         }
     }
@@ -167,8 +158,11 @@ impl TensorIterator {
         let Some((to, blocks)) = &self.shared.device else { return Ok(()) };
         let window = &self.shared.window;
         while let Some(tensors) = window.to_allocate() {
-            let lens = self.shared.block_lens.get(tensors.clone()).unwrap_or(&[]);
-            let memory = match allocate.allocate(tensors.start, lens) {
+            // Tensors without data become zeros when they are handed out: their blocks are empty.
+            let numbers = self.shared.numbers.get(tensors.clone()).unwrap_or(&[]).iter();
+            let lens = numbers.map(|&number| Ok(self.shared.file.entry(number)?.loaded_len()));
+            let lens = lens.collect::<Result<Vec<_>>>()?;
+            let memory = match allocate.allocate(tensors.start, &lens) {
                 Err(Error::DeviceMemory { .. }) if window.allocation_failed(lens.len()) => continue,
                 allocated => allocated?,
             };
@@ -259,14 +253,9 @@ impl Closer {
         }
     }
 
-    /// Returns the bytes of tensor data that were read so far.
-    pub fn moved(&self) -> u64 {
-        self.0.counters.moved()
-    }
-
-    /// Returns the bytes that have arrived so far.
-    pub fn arrived(&self) -> u64 {
-        self.0.counters.arrived()
+    /// Returns the counters of the load.
+    pub fn counters(&self) -> &Counters {
+        &self.0.counters
     }
 
     /// Refuses calls in a forked child: the load runs in the parent process.

@@ -35,8 +35,6 @@ pub struct IteratorState {
     pub window: Window,
     /// The device that tensors go to, and their memory there; None for host memory.
     pub device: Option<(IteratorDevice, DeviceBlocks)>,
-    /// Bytes of the block of each tensor on the device.
-    pub block_lens: Vec<u64>,
     /// Counters of the work done.
     pub counters: Counters,
 }

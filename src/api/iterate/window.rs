@@ -2,6 +2,7 @@
 //! bytes that are read ahead.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::time::Duration;
 
 use super::options::Order;
@@ -56,20 +57,13 @@ pub struct Window {
     available: Condvar,
 }
 
-/// Tensors that share a batch and so arrive together: from `first` on, up to `end`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct PendingBatch {
-    first: usize,
-    end: usize,
-}
-
 #[derive(Default)]
 struct WindowState {
     budget: u64,
     /// The number of tensors, from the first one on, that were granted memory.
     granted: usize,
-    /// The tensors that readers wait for: those of their next batch.
-    pending: PendingBatch,
+    /// The tensors that readers wait for: those of their next batch, which arrive together.
+    pending: Range<usize>,
     /// Bytes of tensors that are granted and not handed out.
     outstanding: u64,
     /// All tensors before this one were handed out.
@@ -80,11 +74,6 @@ struct WindowState {
     queue: VecDeque<usize>,
     /// True for each tensor that was delivered, also after it was handed out.
     delivered: Vec<bool>,
-    /// True for each tensor that was handed out to the caller.
-    handed_out: Vec<bool>,
-    /// The position of the next tensor in the order of the file.
-    next: usize,
-    handed_out_count: usize,
     /// Bytes of several tensors that the caller got together. They count as outstanding until the
     /// next call.
     handed_out_bytes: u64,
@@ -96,43 +85,19 @@ impl WindowState {
     /// True if a batch waits for memory, and all tensors before it were handed out. Its tensors
     /// arrive only together, so they must be granted beyond the budget.
     fn is_starved(&self) -> bool {
-        let PendingBatch { first, end } = self.pending;
-        self.granted < end && self.all_handed_out_before >= first
+        self.granted < self.pending.end && self.all_handed_out_before >= self.pending.start
     }
 
     fn is_handed_out(&self, tensor: usize) -> bool {
-        self.handed_out.get(tensor).copied().unwrap_or(false)
+        self.delivered.get(tensor) == Some(&true) && !self.waiting.contains_key(&tensor)
     }
-
-    fn note_handed_out(&mut self, tensor: usize) {
-        self.handed_out_count += 1;
-        if let Some(handed_out) = self.handed_out.get_mut(tensor) {
-            *handed_out = true;
-        }
-        while self.handed_out.get(self.all_handed_out_before).is_some_and(|handed_out| *handed_out)
-        {
-            self.all_handed_out_before += 1;
-        }
-    }
-}
-
-/// The result of waiting for tensors.
-pub enum NextTensors {
-    /// Tensors that are handed out now.
-    Items(Vec<WaitingTensor>),
-    /// None came within the time, or memory may be allocated now.
-    Nothing,
-    /// All tensors were handed out.
-    End,
 }
 
 impl Window {
     /// Makes a window for tensors of these lengths.
     pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Self {
-        let none = vec![false; lens.len()];
-        let (delivered, handed_out) = (none.clone(), none);
-        let state =
-            WindowState { budget: budget.max(1), delivered, handed_out, ..WindowState::default() };
+        let delivered = vec![false; lens.len()];
+        let state = WindowState { budget: budget.max(1), delivered, ..WindowState::default() };
         let (room, available) = (Condvar::new(), Condvar::new());
         Window { lens, order, allocates, state: Mutex::new(state), room, available }
     }
@@ -170,8 +135,8 @@ impl Window {
     /// True if these tensors, of which parts are in one batch, may be read now.
     pub fn admits(&self, first: usize, last: usize) -> bool {
         let mut state = self.state();
-        let pending = PendingBatch { first, end: last + 1 };
-        if std::mem::replace(&mut state.pending, pending) != pending && self.allocates {
+        let pending = first..last + 1;
+        if std::mem::replace(&mut state.pending, pending.clone()) != pending && self.allocates {
             self.available.notify_all();
         }
         while !self.allocates && state.granted <= last && self.has_room(&state) {
@@ -206,7 +171,7 @@ impl Window {
             }
             state.waiting.insert(tensor, item);
             state.queue.push_back(tensor);
-            wanted |= state.next == tensor;
+            wanted |= state.all_handed_out_before == tensor;
         }
         drop(state);
         if wanted {
@@ -269,7 +234,7 @@ impl Window {
     }
 
     /// Returns the tensors whose memory may be allocated now.
-    pub fn to_allocate(&self) -> Option<std::ops::Range<usize>> {
+    pub fn to_allocate(&self) -> Option<Range<usize>> {
         let state = self.state();
         let start = state.granted;
         if !self.allocates || !self.has_room(&state) {
@@ -288,8 +253,9 @@ impl Window {
     }
 
     /// Takes the next tensor, and small ones after it that were delivered too. Tensors that an
-    /// earlier call took no longer count against the budget.
-    pub fn take(&self, time: Duration) -> Result<NextTensors> {
+    /// earlier call took no longer count against the budget. Takes no tensors if none came within
+    /// the time, or if memory may be allocated now; None if all were handed out.
+    pub fn take(&self, time: Duration) -> Result<Option<Vec<WaitingTensor>>> {
         let mut state = self.state();
         let handed_out_bytes = std::mem::take(&mut state.handed_out_bytes);
         if handed_out_bytes > 0 {
@@ -300,10 +266,10 @@ impl Window {
         }
         let items = self.take_delivered(&mut state);
         if !items.is_empty() {
-            return Ok(NextTensors::Items(items));
+            return Ok(Some(items));
         }
-        if state.handed_out_count == self.lens.len() {
-            return Ok(NextTensors::End);
+        if state.all_handed_out_before == self.lens.len() {
+            return Ok(None);
         }
         match state.ended.take() {
             Some(Err(error)) => {
@@ -316,7 +282,7 @@ impl Window {
         if !(self.allocates && self.has_room(&state)) {
             drop(unpoisoned(self.available.wait_timeout(state, time)));
         }
-        Ok(NextTensors::Nothing)
+        Ok(Some(items))
     }
 
     fn take_delivered(&self, state: &mut WindowState) -> Vec<WaitingTensor> {
@@ -324,7 +290,7 @@ impl Window {
         let (mut items, mut bytes) = (Vec::new(), 0u64);
         while items.len() < MAX_TOGETHER {
             let next = match self.order {
-                Order::File => Some(state.next),
+                Order::File => Some(state.all_handed_out_before),
                 Order::Ready => state.queue.front().copied(),
             };
             let Some(tensor) = next.filter(|tensor| state.waiting.contains_key(tensor)) else {
@@ -336,11 +302,12 @@ impl Window {
                 break;
             }
             let Some(item) = state.waiting.remove(&tensor) else { break };
-            match self.order {
-                Order::File => state.next += 1,
-                Order::Ready => drop(state.queue.pop_front()),
+            if self.order == Order::Ready {
+                state.queue.pop_front();
             }
-            state.note_handed_out(tensor);
+            while state.is_handed_out(state.all_handed_out_before) {
+                state.all_handed_out_before += 1;
+            }
             // A tensor that is handed out before it is granted is never counted.
             if tensor < state.granted {
                 bytes = bytes.saturating_add(len);

@@ -177,7 +177,7 @@ impl<'d> Destination for DeviceDestination<'d> {
         let staging = plan_staging(&batch, self.buffer_len(), unit, locate)?;
         let overhead = staging.staged.iter().filter(|staged| staged.buffer.is_none());
         let overhead = overhead.map(|staged| staged.len).sum();
-        let overhead = try_zeroed(overhead, || "headers of tensors".to_owned())?;
+        let overhead = try_zeroed(overhead, "headers of tensors")?;
         let lease = ticket.lease_with_idle_work(staging.buffers, streams.device(), idle, cancel)?;
         Ok(StagedBatch { staging, streams, lease, overhead })
     }

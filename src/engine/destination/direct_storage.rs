@@ -94,9 +94,8 @@ impl<'d> DirectStorage<'d> {
         lease.download(streams.next()?, (0, 0, len), block, offset)?;
         lease.wait(cancel)?;
         let mut plain = vec![0; len];
-        let what = || "tensors".to_owned();
         let mut buffers = Buffers::from_slice(&mut plain);
-        read_exact_at(source, extent.data_offset, &mut buffers, &what, cancel)?;
+        read_exact_at(source, extent.data_offset, &mut buffers, "tensors", cancel)?;
         Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }
 

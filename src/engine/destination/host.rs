@@ -250,7 +250,7 @@ impl<'a> Destination for HostDestination<'a> {
             RunMemory::Overhead(len) => len,
             _ => 0,
         });
-        let overhead = try_zeroed(overhead.sum(), || "headers of tensors".to_owned())?;
+        let overhead = try_zeroed(overhead.sum(), "headers of tensors")?;
         Ok(HostBatch { segments: batch.segments, runs, pieces, overhead })
     }
 

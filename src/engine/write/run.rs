@@ -33,6 +33,7 @@ const INLINE_LEN: u64 = 1 << 20;
 const SENDING_FOR_ONE_COPYING: usize = 8;
 
 /// Options of [`write_tensors`].
+#[derive(Default)]
 pub struct WriteOptions<'o> {
     /// Number of threads that hash and write, if the caller sets it.
     pub threads: Option<usize>,

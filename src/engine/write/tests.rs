@@ -23,7 +23,6 @@ use crate::io::{Ending, WriteAt};
 use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBytes, DeviceMemory};
 use crate::mem::pinned::Pool;
-use crate::memory_limit::MemoryLimit;
 
 /// Default bytes of a staging buffer.
 const BUFFER_LEN: usize = 4 << 20;
@@ -143,13 +142,8 @@ fn written(
             WriteTensor { entry, module_index: 0, data }
         })
         .collect();
-    let options = WriteOptions {
-        threads: Some(threads),
-        hashes: Some(hashes),
-        encryption: None,
-        needs_digests: false,
-        memory: MemoryLimit::default(),
-    };
+    let (threads, hashes) = (Some(threads), Some(hashes));
+    let options = WriteOptions { threads, hashes, ..WriteOptions::default() };
     let progress = AtomicU64::new(0);
     write_tensors(&sink, &items, &options, &progress, &Never)?;
     let all: u64 = tensors.entries.iter().map(|entry| entry.data_len).sum();

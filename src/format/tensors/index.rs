@@ -305,13 +305,8 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
                 ))
             })?;
         if let Some(size) = file_len.filter(|&size| end > size) {
-            return Err(Error::Truncated {
-                uri: uri.to_owned(),
-                what: format!("tensor `{}`", entry.name),
-                start: entry.header_offset,
-                end,
-                size,
-            });
+            let what = format!("tensor `{}`", entry.name);
+            return Err(Error::truncated(uri, &what, entry.header_offset..end, size));
         }
     }
     Ok(())

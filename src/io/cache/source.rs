@@ -303,10 +303,8 @@ impl CacheState {
                 self.disable(&e);
             }
         };
-        let read = |part: &mut Buffers<'_>| {
-            let what = || "tensors".to_owned();
-            read_exact_at(&*self.server, start, part, &what, cancel)
-        };
+        let read =
+            |part: &mut Buffers<'_>| read_exact_at(&*self.server, start, part, "tensors", cancel);
         if end > wanted.start {
             let mut before = vec![0; len(&(start..wanted.start))];
             let mut after = vec![0; len(&(wanted.end..end))];

@@ -74,8 +74,7 @@ impl Twin {
     fn check(&self, source: &dyn ReadAt, offset: usize, len: usize) {
         let mut read = vec![0; len];
         let mut buffers = Buffers::from_slice(&mut read);
-        let what = || "a range".to_owned();
-        crate::io::read_exact_at(source, offset as u64, &mut buffers, &what, &Never).unwrap();
+        crate::io::read_exact_at(source, offset as u64, &mut buffers, "a range", &Never).unwrap();
         assert!(read == self.bytes[offset..offset + len], "{len} bytes from {offset}");
     }
 

@@ -13,7 +13,7 @@ use super::fields::{ByteRange, is_of_range};
 use super::validators::Validators;
 use crate::error::Error;
 use crate::io::transport::{
-    Client, ErrorDocument, Failure, RequestTarget, follow, read_beginning, refusal,
+    Client, ErrorDocument, Failure, RequestTarget, follow, read_beginning, status_failure,
 };
 use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
@@ -34,7 +34,8 @@ pub struct Refusal<'r> {
 impl Refusal<'_> {
     /// The failure that it means anywhere.
     pub fn failure(&self) -> Failure {
-        refusal(self.status, self.headers, self.reason)
+        let Refusal { status, headers, reason, .. } = self;
+        status_failure(*status, headers, format!("the server answered {status}{reason}"))
     }
 }
 

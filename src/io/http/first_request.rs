@@ -10,7 +10,7 @@ use reqwest::StatusCode;
 use super::client_pool::{ClientPool, scatter};
 use super::fields::ByteRange;
 use super::file_url::{FileUrl, RangeRequest};
-use super::response::{First, FirstResponse, parse_first};
+use super::response::{FirstResponse, parse_first};
 use super::validators::Validators;
 use crate::cancel::Cancel;
 use crate::environment::CACHE_OFFLINE;
@@ -159,8 +159,8 @@ impl FirstRequest<'_> {
         self.clients.speed.record_latency(clock::since(begun));
         let status = response.status();
         let mut first = match parse_first(&response, Some(range))? {
-            First::File(first) => first,
-            First::BrokenRanges(what) => {
+            Ok(first) => first,
+            Err(what) => {
                 let what = format!("the server answered {what} to {}", range.header_value());
                 // Only a proxy's answer may be broken once; the refusal of a range is the server's.
                 let is_refused = status == StatusCode::RANGE_NOT_SATISFIABLE;
@@ -208,7 +208,7 @@ impl FirstRequest<'_> {
     async fn whole(&self, client: &Client, what: String) -> Result<Head, Failure> {
         let (moved, response) = self.url.request(client, None, RangeRequest::default()).await?;
         match parse_first(&response, None)? {
-            First::File(first) if !first.has_ranges => {
+            Ok(first) if !first.has_ranges => {
                 let fallback = Some(format!("{what}, so the file is read front to back"));
                 Ok(Head { moved, first, bytes: Arc::default(), fallback })
             }

@@ -49,12 +49,8 @@ impl FirstResponse {
     }
 }
 
-/// The meaning of the first response.
-pub enum First {
-    File(FirstResponse),
-    /// The server's responses to ranges are not as they have to be, and how.
-    BrokenRanges(String),
-}
+/// The first response or, if the server's responses to ranges are not as they have to be, how.
+type First = Result<FirstResponse, String>;
 
 /// Reads the response to the first request, for a range or, if that is None, for the whole file.
 pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<First, Failure> {
@@ -62,7 +58,7 @@ pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<Fir
     let found = |has_ranges: bool, size: Option<u64>| {
         let text = |value: &HeaderValue| value.to_str().ok().map(str::to_owned);
         let fields = headers.iter();
-        Ok(First::File(FirstResponse {
+        Ok(Ok(FirstResponse {
             has_ranges,
             validators: Validators::of(headers, size),
             headers: fields.filter_map(|(name, of)| Some((name.to_string(), text(of)?))).collect(),
@@ -91,7 +87,7 @@ pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<Fir
         // No range, one without a total length, another one than that of the request, or a part of
         // the file as if it were the whole.
         (StatusCode::RANGE_NOT_SATISFIABLE | StatusCode::PARTIAL_CONTENT, ..) | (_, Some(_), _) => {
-            Ok(First::BrokenRanges(match header_text(headers, CONTENT_RANGE) {
+            Ok(Err(match header_text(headers, CONTENT_RANGE) {
                 Some(field) => format!("{status} with the Content-Range {field:?}"),
                 None => format!("{status} without a valid Content-Range"),
             }))

@@ -9,9 +9,8 @@ use reqwest::StatusCode;
 use super::client_pool::{ClientPool, scatter};
 use super::fields::{ByteRange, is_of_range};
 use super::file_url::{FileUrl, RangeRequest};
-use super::response::{First, parse_first};
+use super::response::parse_first;
 use super::server_speed::DEFAULT_GAP;
-use super::turns::Turn;
 use super::validators::Validators;
 use crate::cancel::Cancel;
 use crate::error::Result;
@@ -97,8 +96,13 @@ impl HttpSource {
             clients.speed.record_body(range.end - range.start, clock::since(begun));
             Ok(moved)
         });
-        if outcome.as_ref().is_err_and(|failure| failure.repeat != Repeat::Never) {
-            self.leave(&turn);
+        // Fewer requests run from now on, if it was refused while others were served.
+        if outcome.as_ref().is_err_and(|failure| failure.repeat != Repeat::Never)
+            && let (Some(left), Some(server)) = (turn.refused(), &self.facts.server)
+        {
+            server.fallback.lock().get_or_insert_with(|| {
+                format!("the server refused some of the connections, and {left} were left")
+            });
         }
         let outcome = match outcome {
             Err(failure) if refused => Err(self.explain(failure, at.as_ref(), if_match, budget)),
@@ -109,15 +113,6 @@ impl HttpSource {
         let moved = outcome.as_ref().map_or(None, Clone::clone);
         *self.moved.lock() = moved;
         outcome.map(drop).map_err(|failure| failure.if_redirected(at.is_some()))
-    }
-
-    /// Lets fewer requests run from now on, if the server has refused one while it served others.
-    fn leave(&self, turn: &Turn<'_>) {
-        if let (Some(left), Some(server)) = (turn.refused(), &self.facts.server) {
-            server.fallback.lock().get_or_insert_with(|| {
-                format!("the server refused some of the connections, and {left} were left")
-            });
-        }
     }
 
     /// The reason why a range was refused: another file, or a server that does not know the
@@ -135,10 +130,8 @@ impl HttpSource {
         let found = clients.connect(budget).and_then(|connection| {
             let request = url.request(&connection.client, at, RangeRequest::range(range));
             let (_, response) = connection.events.run(budget, request)?;
-            match parse_first(&response, Some(range))? {
-                First::File(first) => validators.check_same(&first.validators)?,
-                First::BrokenRanges(_) => return Ok(false),
-            }
+            let Ok(first) = parse_first(&response, Some(range))? else { return Ok(false) };
+            validators.check_same(&first.validators)?;
             Ok(response.status() == StatusCode::PARTIAL_CONTENT)
         });
         match found {

@@ -46,7 +46,7 @@ fn load_as(address: &str, options: &OpenOptions) -> Result<Vec<u8>> {
     let mut found = vec![0; LEN];
     let (first, second) = found.split_at_mut(MIDDLE);
     for (start, part) in [(0, first), (MIDDLE as u64, second)] {
-        read_exact_at(&*source, start, &mut Buffers::from_slice(part), &String::new, &Never)?;
+        read_exact_at(&*source, start, &mut Buffers::from_slice(part), "", &Never)?;
     }
     Ok(found)
 }
@@ -290,8 +290,7 @@ fn broken_ranges_are_read_front_to_back() {
         let why = source.facts().fallback().unwrap();
         assert!(why.contains("read front to back"), "{why}");
         let mut found = vec![0; LEN];
-        read_exact_at(&*source, 0, &mut Buffers::from_slice(&mut found), &String::new, &Never)
-            .unwrap();
+        read_exact_at(&*source, 0, &mut Buffers::from_slice(&mut found), "", &Never).unwrap();
         assert!(found == bytes());
         assert_eq!(server.requests().len(), requests, "{fault:?}");
         assert!(server.requests()[1..].iter().all(|request| request.range.is_none()));
@@ -310,8 +309,7 @@ fn progress_resets_the_attempts() {
         let (server, address) = cut.start();
         let source = open(&address, &options(), &Never).unwrap();
         let mut found = vec![0; 10 * LEN];
-        let read =
-            read_exact_at(&*source, 0, &mut Buffers::from_slice(&mut found), &String::new, &Never);
+        let read = read_exact_at(&*source, 0, &mut Buffers::from_slice(&mut found), "", &Never);
         assert_eq!(read.is_ok(), works, "{read:?}");
         match read {
             Ok(_) => assert!(found == whole),

@@ -302,7 +302,7 @@ mod tests {
                 let (mut one, mut two) = (vec![0; len / 3], vec![0; len - len / 3]);
                 let mut buffers = Buffers::from_slice(&mut one);
                 buffers.push(crate::mem::as_uninit(&mut two));
-                read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
+                read_exact_at(&reader, offset as u64, &mut buffers, "", &Never).unwrap();
                 assert!([one, two].concat() == bytes[offset..offset + len], "{offset} {len}");
             }
             let mut beyond = [0; 2000];
@@ -336,7 +336,7 @@ mod tests {
                     .map(|read| read.len)
                     .sum();
                 assert!(direct + 2 * 4096 > len, "{direct} of {len} bytes go straight");
-                read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
+                read_exact_at(&reader, offset as u64, &mut buffers, "", &Never).unwrap();
                 assert!(header == bytes[offset..][..before]);
                 assert!(arena.bytes_mut()[start..][..len] == bytes[offset + before..][..len]);
             }

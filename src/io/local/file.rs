@@ -51,12 +51,9 @@ impl FileSource {
 
     /// Takes the open file of a path.
     pub fn from_path(path: &Path, file: File) -> Result<Self> {
-        let uri = path.display().to_string();
-        let found = metadata_of_file(&file, &uri)?;
+        let mut source = Self::new(file, path.display().to_string())?;
         // Siblings are opened later, when the working directory may be another one.
-        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let mut source = Self::whole(FileDescriptor::Open(Arc::new(file)), uri, &found);
-        source.facts.path = Some(absolute);
+        source.facts.path = Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned()));
         Ok(source)
     }
 

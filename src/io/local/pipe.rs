@@ -1,7 +1,7 @@
 //! Pipes, sockets and terminals.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, ErrorKind};
 
 use crate::cancel::{Cancel, POLL};
 use crate::io::Stream;
@@ -20,11 +20,7 @@ impl Stream for Pipe {
             }
             match crate::sys::read_vectored(&self.0, buffers) {
                 // Another process has read the bytes, or the caller has handled a signal.
-                Err(e)
-                    if matches!(
-                        e.kind(),
-                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                    ) => {}
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
                 other => return other,
             }
         }

@@ -12,7 +12,7 @@ use super::held_folder::{Place, sync_folder};
 use super::temporary::TemporaryFile;
 use crate::cancel::{Cancel, retry_interrupted, run_detached};
 use crate::error::{Error, Result};
-use crate::io::save_order::{SaveTarget, SaveTurn};
+use crate::io::save_order::SaveTurn;
 use crate::io::{Ending, Published, Reservation, SinkFacts, WriteAt};
 use crate::mem::mapped;
 
@@ -122,11 +122,11 @@ fn open_in_place(place: &Place) -> io::Result<Option<File>> {
 
 /// The turn of a save at a place. An open file has one order of saves, whatever its names.
 fn turn_of(place: &Place, open: Option<&File>) -> io::Result<SaveTurn> {
-    let target = match open.filter(|_| place.is_open_file) {
-        Some(file) => SaveTarget::File(mapped::identity(file)?, OsString::new()),
-        None => SaveTarget::File(mapped::identity(&place.folder.file)?, place.name.clone()),
+    let (file, name) = match open.filter(|_| place.is_open_file) {
+        Some(file) => (file, OsString::new()),
+        None => (&place.folder.file, place.name.clone()),
     };
-    Ok(SaveTurn::begin(target))
+    Ok(SaveTurn::begin((Some(mapped::identity(file)?), name)))
 }
 
 /// Begins a file that will replace the one at a place, if there is one.

@@ -39,15 +39,13 @@ impl ReceiveLimit {
 
 type RedisStream = Box<dyn AsyncStream + Send + Unpin>;
 
-/// A connection whose reads fail as soon as more bytes have arrived than the limit allows.
-pub type BoundedConnection = Join<BoundedReader, WriteHalf<RedisStream>>;
-
-/// Connects to a server, and encrypts the connection if `tls` is given.
+/// Connects to a server, and encrypts the connection if `tls` is given. Its reads fail as soon as
+/// more bytes have arrived than the limit allows.
 pub async fn connect(
     (host, port): (&str, u16),
     tls: Option<&Tls>,
     limit: ReceiveLimit,
-) -> io::Result<BoundedConnection> {
+) -> io::Result<Join<BoundedReader, WriteHalf<RedisStream>>> {
     let addresses = lookup(host, port).await?;
     let tcp = TcpStream::connect(&*addresses).await?;
     tcp.set_nodelay(true)?;

@@ -58,7 +58,6 @@ pub struct RedisSource {
     connections: RedisConnections,
     options: TransportOptions,
     values: Vec<StoredValue>,
-    end: u64,
 }
 
 /// Opens an address: finds the keys and the lengths of their values.
@@ -68,14 +67,13 @@ pub fn open(uri: &str, options: &TransportOptions, cancel: &dyn Cancel) -> Resul
     let connections = RedisConnections::new(parsed, options).map_err(Error::InvalidArgument)?;
     let facts = Facts { uri, ..Facts::default() };
     let (values, options) = (Vec::new(), options.clone());
-    let mut source = RedisSource { facts, connections, options, values, end: 0 };
+    let mut source = RedisSource { facts, connections, options, values };
     source.values = source.find(&prefix, cancel)?;
     if source.values.is_empty() {
         let what = format!("no key of the database begins with `{prefix}:`");
         return Err(Error::failed("opening", &source.facts.uri, ErrorKind::NotFound, what));
     }
-    source.end = source.values.iter().map(|value| value.start + value.len).max().unwrap_or(0);
-    source.facts.len = Some(source.end);
+    source.facts.len = source.values.iter().map(|value| value.start + value.len).max();
     Ok(Arc::new(source))
 }
 
@@ -313,7 +311,8 @@ impl ReadAt for RedisSource {
     }
 
     fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
-        let end = offset.saturating_add(into.remaining() as u64).min(self.end);
+        let len = self.facts.len.unwrap_or(0);
+        let end = offset.saturating_add(into.remaining() as u64).min(len);
         if end <= offset {
             return Ok(0);
         }

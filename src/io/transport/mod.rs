@@ -36,9 +36,7 @@ mod upload_body;
 pub(crate) use self::{
     client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW},
     redirects::{RequestTarget, follow, header_map, secrets},
-    refusal::{
-        ErrorDocument, header_text, is_transient, refusal, request_ids, status_failure, xml_element,
-    },
+    refusal::{ErrorDocument, header_text, request_ids, status_failure, xml_element},
     send::{read_beginning, read_chunk, read_document},
 };
 pub(crate) use self::{

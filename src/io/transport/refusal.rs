@@ -183,16 +183,6 @@ pub fn request_ids(headers: &HeaderMap) -> String {
     if ids.is_empty() { String::new() } else { format!(" ({})", ids.join(", ")) }
 }
 
-/// True if a request with this status may succeed when it is repeated.
-pub fn is_transient(status: StatusCode) -> bool {
-    status_failure(status, &HeaderMap::new(), String::new()).repeat != Repeat::Never
-}
-
-/// The failure of a refusal with its reason.
-pub fn refusal(status: StatusCode, headers: &HeaderMap, reason: &ErrorDocument) -> Failure {
-    status_failure(status, headers, format!("the server answered {status}{reason}"))
-}
-
 /// The pause that the server asks for: seconds, a fraction of them, or a date, which is compared
 /// with the server's own; or the time after which its limit of requests allows more.
 fn asked_pause(headers: &HeaderMap) -> Option<Duration> {

@@ -11,14 +11,15 @@ use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
 };
-use reqwest::header::HeaderValue;
+use reqwest::header::{HeaderMap, HeaderValue};
 use reqwest::{Body, Request, StatusCode};
 use serde_json::Value;
 use url::form_urlencoded;
 
 use super::trust::CREDENTIALS_SETTINGS;
 use super::{
-    CredentialClient, ErrorDocument, Failure, TransportOptions, is_transient, read_document,
+    CredentialClient, ErrorDocument, Failure, Repeat, TransportOptions, read_document,
+    status_failure,
 };
 
 /// Time limits for connecting to, and for the response of, a metadata service that may not exist.
@@ -146,7 +147,8 @@ fn is_token_server(status: StatusCode, google: bool) -> bool {
 
 /// Azure's metadata service responds with 410 while it is updated.
 fn is_transient_for_tokens(status: StatusCode) -> bool {
-    is_transient(status) || status == StatusCode::GONE
+    let failure = status_failure(status, &HeaderMap::new(), String::new());
+    failure.repeat != Repeat::Never || status == StatusCode::GONE
 }
 
 /// The secrets in the form of a request, which its response may repeat.

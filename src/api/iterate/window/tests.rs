@@ -13,10 +13,8 @@ fn admits(window: &Window, first: usize, last: usize) -> bool {
 }
 
 fn take(window: &Window) -> Vec<usize> {
-    match window.take(Duration::ZERO).unwrap() {
-        NextTensors::Items(items) => items.iter().map(|item| item.tensor).collect(),
-        _ => Vec::new(),
-    }
+    let items = window.take(Duration::ZERO).unwrap();
+    items.into_iter().flatten().map(|item| item.tensor).collect()
 }
 
 #[test]

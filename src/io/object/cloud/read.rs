@@ -127,8 +127,7 @@ mod tests {
                 }
                 // Positions after the head, which is cached.
                 let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
-                let what = || "bytes".to_owned();
-                read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)
+                read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), "bytes", &Never)
                     .unwrap();
                 assert_eq!(bytes, [7; 5]);
                 simulated_cloud.advance(60);

@@ -165,8 +165,7 @@ mod tests {
             while simulated_cloud.now() < 24 * 3600 {
                 // Positions after the head, which is cached.
                 let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
-                let what = || "bytes".to_owned();
-                read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)
+                read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), "bytes", &Never)
                     .unwrap();
                 assert_eq!(bytes, [7; 5]);
                 simulated_cloud.advance(step);

@@ -19,7 +19,7 @@ use bytes::Bytes;
 use crate::cancel::{Cancel, Never, run_detached};
 use crate::error::{Error, Result};
 use crate::fallible::{try_extend, try_resize};
-use crate::io::save_order::{SaveTarget, SaveTurn};
+use crate::io::save_order::SaveTurn;
 use crate::io::transport::TransportOptions;
 use crate::io::{Ending, Published, Reservation, SinkFacts, WriteAt};
 use crate::sys::process::OwnerProcess;
@@ -88,7 +88,7 @@ impl UploadSink {
         let budget = UploadBudget::new(options)?;
         Ok(UploadSink(Arc::new(MultipartUpload {
             owner: OwnerProcess::current(),
-            turn: SaveTurn::begin(SaveTarget::Address(target)),
+            turn: SaveTurn::begin((None, target.into())),
             display_address,
             limits,
             stall: options.stall,
