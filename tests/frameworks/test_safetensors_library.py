@@ -29,7 +29,7 @@ def fetch(version, folder):
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
     wanted = f"safetensors=={version}"
     subprocess.run([*command, "--only-binary=:all:", wanted], check=True, timeout=300)
-    subprocess.run([*command, "--no-binary=:all:", wanted], check=True, timeout=300)
+    subprocess.run([*command, "--no-binary=safetensors", wanted], check=True, timeout=300)
     (wheel,) = folder.glob("*.whl")
     (source,) = folder.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:

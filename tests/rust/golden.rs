@@ -202,14 +202,8 @@ fn check_encrypted(file: &TensorFile, expected: &Value, name: &str) {
         let len = (entry.data_offset - entry.header_offset) as usize;
         let mut raw = vec![0; len].into_boxed_slice();
         let mut buffers = tensorizer::mem::Buffers::from_slice(&mut raw);
-        read_exact_at(
-            &*file.source(0).unwrap(),
-            entry.header_offset,
-            &mut buffers,
-            &String::new,
-            &Never,
-        )
-        .unwrap();
+        read_exact_at(&*file.source(0).unwrap(), entry.header_offset, &mut buffers, "", &Never)
+            .unwrap();
         let header = TensorHeader::parse(&raw, entry, true).unwrap();
         let info = header.crypt_info.as_ref().unwrap();
         assert_eq!(info.cipher.is_some(), entry.data_len > 0, "{name}: {info}");

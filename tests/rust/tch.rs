@@ -39,7 +39,7 @@ fn failed_calls_explain_and_leave_tensors_and_files_unchanged() {
     assert!(text(load(&path, Device::Cpu).unwrap_err()).contains("No such file"));
     save(&path, &[("bias", &bias)]).unwrap();
     let error = text(save(&path, &[("a", &bias), ("a", &bias)]).unwrap_err());
-    assert!(error.contains("a conflicts with another name"), "{error}");
+    assert!(error.contains("the name a comes twice"), "{error}");
     let mut out = Tensor::full([4], 9, (Kind::Int64, Device::Cpu));
     let error = text(load_into(&path, &mut [("bias", &mut out)]).unwrap_err());
     assert!(error.contains("tensor `bias`: the file holds torch.int64 [5]"), "{error}");
