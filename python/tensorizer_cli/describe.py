@@ -23,7 +23,7 @@ def _open(options: argparse.Namespace, *, with_heads: bool = False) -> FileDescr
     """Open a file to describe it.
 
     torch is imported only for checkpoints of ``torch.save``, whose pickles it reads, for folders of
-    distributed checkpoints, and for input that can be read only once.
+    distributed checkpoints, for input that can be read only once, and for ``--key``.
     """
     found = None if options.key is not None else open_without_torch(options.file, with_heads)
     if found is not None:

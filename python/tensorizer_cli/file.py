@@ -49,18 +49,18 @@ def open_file(
 ) -> BatchedFile:
     """Open a file, or the folder of a checkpoint of many ranks, or only the names in it.
 
-    ``more`` are options of :class:`BatchedFile`, which a checkpoint does not need.
+    ``more`` are options of :class:`BatchedFile`; a checkpoint takes neither hashes nor a key.
     """
     folder, limit = checkpoint_folder(file), options.memory_limit
     opened: BatchedFile
     allow_classes(options.allow_class or ())
-    if folder is not None and "sha256" in more:
-        raise ValueError(f"{folder} is a checkpoint: --sha256 and --sums are for other files")
-    if folder is not None and more.get("key") is not None:
-        raise ValueError(f"{folder} is a checkpoint of many ranks: --key is for other files")
     if folder is None:
         more |= {"num_readers": options.readers, "memory_limit": limit, "progress": progress}
         opened = BatchedFile(file, params, **more)
+    elif "sha256" in more:
+        raise ValueError(f"{folder} is a checkpoint: --sha256 and --sums are for other files")
+    elif more.get("key") is not None:
+        raise ValueError(f"{folder} is a checkpoint of many ranks: --key is for other files")
     elif limit is not None:
         raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
     else:

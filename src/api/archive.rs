@@ -13,7 +13,6 @@ use crate::engine::destination::host::{HostDestination, TensorMemory};
 use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{Extent, ExtentUse, ReadPlan};
 use crate::error::{Error, Result};
-
 use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;

@@ -89,9 +89,9 @@ fn pickle_len(bytes: &[u8], at: u64) -> Result<Option<usize>, Malformed> {
 
 /// The bytes that follow an opcode.
 enum Argument {
-    /// So many.
+    /// So many bytes.
     Bytes(usize),
-    /// Their number, in so many bytes, and they.
+    /// A number of so many bytes, and as many bytes as it says.
     Counted(usize),
     /// So many lines.
     Lines(usize),

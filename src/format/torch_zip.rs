@@ -199,7 +199,8 @@ impl<'b> CentralEntry<'b> {
         if ![STORED, DEFLATED].contains(&self.method) {
             let method = self.method;
             return Err(self.fail(format!(
-                "is compressed (method {method}), which torch.save never does: unpack the archive, and pack it without compression"
+                "is compressed (method {method}), which torch.save never does: unpack the archive, \
+                 and pack it without compression"
             )));
         }
         if self.flags & !KNOWN_FLAGS != 0 {
@@ -215,7 +216,8 @@ impl<'b> CentralEntry<'b> {
         }
         if len > packed.saturating_mul(MAX_RATIO) {
             let what = format!(
-                "claims to have {len} bytes, deflated to {packed}: expected at most {MAX_RATIO} for each"
+                "claims to have {len} bytes, deflated to {packed}: expected at most {MAX_RATIO} \
+                 for each"
             );
             return Err(self.fail(what));
         }

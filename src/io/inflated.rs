@@ -8,6 +8,7 @@ use flate2::read::DeflateDecoder;
 use super::{Capabilities, Facts, ReadAt, ServerFile};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
+use crate::fallible::out_of_memory;
 use crate::mem::Buffers;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::to_usize;
@@ -27,7 +28,8 @@ pub struct DeflatedRecord {
     pub packed: u64,
 }
 
-/// One reader takes the records in their order, and only the last one is in memory.
+/// The archive, and behind its end the data of its deflated records. One reader takes these in their
+/// order: only the last one is in memory.
 pub struct InflatedSource {
     archive: Arc<dyn ReadAt>,
     facts: Facts,
@@ -40,9 +42,9 @@ impl InflatedSource {
     /// `records`: one after another, behind the archive. `end`: the position after the last.
     pub fn new(archive: Arc<dyn ReadAt>, end: u64, records: Vec<DeflatedRecord>) -> Self {
         let why = "some records of the archive are deflated, so that one thread reads it";
-        // The checksum is that of the archive.
-        let pin = None;
-        let mut facts = Facts { len: Some(end), is_local: false, pin, ..archive.facts().clone() };
+        // The checksum is that of the archive, and has been compared.
+        let of_archive = archive.facts().clone();
+        let mut facts = Facts { len: Some(end), is_local: false, pin: None, ..of_archive };
         let server = facts.server.take().unwrap_or_else(ServerFile::default);
         let fallback = Arc::new(ForkSafeMutex::new(Some(why.to_owned())));
         facts.server = Some(ServerFile { fallback, checksum: None, ..server });
@@ -52,11 +54,11 @@ impl InflatedSource {
     fn inflate(&self, record: &DeflatedRecord, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let DeflatedRecord { len, packed_at, packed, .. } = *record;
         let end = packed_at.saturating_add(packed);
-        let mut source =
-            Packed { archive: &*self.archive, at: packed_at, end, cancel, error: None };
+        let mut source = Packed { archive: &*self.archive, at: packed_at, end, cancel };
         let buffer = vec![0; to_usize(packed.clamp(1, STEP))];
         let mut bytes = Vec::new();
-        let mut inflated = DeflateDecoder::new_with_buf(&mut source, buffer).take(len + 1);
+        let mut inflated =
+            DeflateDecoder::new_with_buf(&mut source, buffer).take(len.saturating_add(1));
         let mut step = || {
             cancel.check().map_err(io::Error::other)?;
             inflated.by_ref().take(STEP).read_to_end(&mut bytes)
@@ -68,16 +70,20 @@ impl InflatedSource {
                 Err(error) => break Err(error),
             }
         };
-        match (source.error, read) {
-            (Some(error), _) => Err(error),
-            (None, Ok(found)) if found as u64 == len => Ok(bytes),
-            (None, read) => {
-                let found = read.map_or_else(|error| error.to_string(), |found| format!("{found}"));
-                let what =
-                    format!("a deflated record is damaged: expected {len} bytes, found {found}");
-                Err(Error::Format { uri: self.archive.uri().to_owned(), offset: packed_at, what })
-            }
-        }
+        let uri = self.archive.uri();
+        let found = match read {
+            Ok(found) if found as u64 == len => return Ok(bytes),
+            Ok(found) => found.to_string(),
+            Err(error) => match error.downcast::<Error>() {
+                Ok(error) => return Err(error),
+                Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
+                    return Err(out_of_memory(len, format!("a deflated record of `{uri}`")));
+                }
+                Err(error) => error.to_string(),
+            },
+        };
+        let what = format!("a deflated record is damaged: expected {len} bytes, found {found}");
+        Err(Error::Format { uri: uri.to_owned(), offset: packed_at, what })
     }
 }
 
@@ -119,18 +125,48 @@ struct Packed<'a> {
     at: u64,
     end: u64,
     cancel: &'a dyn Cancel,
-    error: Option<Error>,
 }
 
 impl Read for Packed<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let len = buffer.len().min(to_usize(self.end - self.at));
         let mut into = Buffers::from_slice(buffer.get_mut(..len).unwrap_or(&mut []));
-        let read = self.archive.read_at(self.at, &mut into, self.cancel).map_err(|error| {
-            self.error = Some(error);
-            io::Error::other("the archive cannot be read")
-        })?;
+        let read = self.archive.read_at(self.at, &mut into, self.cancel);
+        let read = read.map_err(io::Error::other)?;
         self.at += read as u64;
         Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use flate2::Compression;
+    use flate2::write::DeflateEncoder;
+
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::MemorySource;
+
+    #[test]
+    fn a_cancelled_call_is_no_damage() {
+        let data = vec![7; 1000];
+        let mut encoder = DeflateEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(&data).unwrap();
+        let archive = encoder.finish().unwrap();
+        let packed = archive.len() as u64;
+        let read = |len: u64, cancel: &dyn Cancel| {
+            let archive = Arc::new(MemorySource::new(archive.clone(), "archive"));
+            let record = DeflatedRecord { at: packed, len, packed_at: 0, packed };
+            let source = InflatedSource::new(archive, packed + len, vec![record]);
+            let mut found = vec![0; 1000];
+            source.read_at(packed, &mut Buffers::from_slice(&mut found), cancel).map(|_| found)
+        };
+        assert_eq!(read(1000, &Never).unwrap(), data);
+        let stopped = || Err(Error::Cancelled);
+        assert!(matches!(read(1000, &stopped), Err(Error::Cancelled)));
+        let damaged = read(999, &Never).unwrap_err().to_string();
+        assert!(damaged.contains("expected 999 bytes, found 1000"), "{damaged}");
     }
 }

@@ -37,8 +37,9 @@ class LegacyStorages:
         self._records, self._numbers, self._lens = records, numbers, lens
         #: The place of each storage, by its number: a record, and the position in it.
         self._places: dict[int, tuple[int, int]] = {}
-        #: The same of the counts of elements, and the counts that are expected.
-        self._counts: list[tuple[tuple[int, int], int]] = []
+        #: The same of the counts of elements, with the counts that are expected, and the storages
+        #: for messages.
+        self._counts: list[tuple[tuple[int, int], int, str]] = []
 
     def place(self, machine: Any, keys: Any, file: int, uri: str, counts: dict[str, int]) -> None:
         """Place the storages of a file.
@@ -61,7 +62,7 @@ class LegacyStorages:
         record, at = self._numbers[f"{file}/{STORAGES}"], 0
         for key in keys:
             number = self._numbers[f"{file}/data/{key}"]
-            self._counts.append(((record, at), counts[key]))
+            self._counts.append(((record, at), counts[key], f"storage {shown(key)} of {uri}"))
             self._places[number] = record, at + _COUNT_BYTES
             at += _COUNT_BYTES + self._lens[number]
         if at > self._lens[record]:
@@ -77,15 +78,14 @@ class LegacyStorages:
         if not self._places:
             return self._records
         counts = self._records.tensors(
-            [(str(n), "int64", (1,), place, False) for n, (place, _) in enumerate(self._counts)]
+            [(str(n), "int64", (1,), place, False) for n, (place, *_) in enumerate(self._counts)]
         )
         found = counts.read(range(len(self._counts)))
-        for (_, expected), raw in zip(self._counts, found, strict=True):
+        for (_, expected, what), raw in zip(self._counts, found, strict=True):
             count = int.from_bytes(raw, "little")
             if count != expected:
                 raise FormatError(
-                    f"expected a storage of {expected} elements, found {count} "
-                    f"({self._records.uri})"
+                    f"expected a storage of {expected} elements, found {count} ({what})"
                 )
         return self._records.tensors([
             (name, "uint8", (self._lens[number],), self._places.get(number, (number, 0)), False)

@@ -302,11 +302,12 @@ class OpenFile:
     def seek_behind(self, file_obj: Any) -> None:
         """Move a file object to the end of this file, where another one may begin."""
         reader = self.reader if self._checkpoint is None else self._checkpoint.records_in_order
+        # A file without tensors has no data that tell where it ends.
         if not reader or len(reader.files()) > 1 or isinstance(file_obj, int):
             return
         if opening.is_seekable(file_obj):
             begins = (begin for _, begin in reader.offsets())
-            end = max(map(operator.add, begins, reader.data_lens()), default=0)
+            end = max(map(operator.add, begins, reader.data_lens()))
             # The data of a .tensors file are followed by a mark.
             file_obj.seek(end + _MARK_BYTES * (reader.format == "tensors"))
 

@@ -27,7 +27,7 @@ class Placeholder:
     content: list[Any] | None
 
     def __new__(cls, *arguments: Any) -> Placeholder:
-        """Make the placeholder of a name, or of an object of such a one, which is ``cls`` then."""
+        """Make the placeholder of a name; if ``cls`` is one, that of an object of it."""
         made = object.__new__(Placeholder)
         if isinstance(cls, Placeholder):
             made.name, made.content = cls.name, [arguments]

@@ -81,7 +81,7 @@ def save(
         raise ValueError("max_shard_size= is for safetensors files")
     leaves = named_leaves(tensors)
     reporter = ProgressReporter(progress, data_bytes(leaves[1]))
-    # These are written a few at a time.
+    # Sharded tensors are gathered and written a few at a time: the index needs room for more.
     any_sharded = any(map(sharding.is_sharded, leaves[1]))
 
     def opened() -> FileWriter:

@@ -47,7 +47,7 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _key(key: Any) -> Any:
-    """Return a key of a mapping; the name of a class by that name."""
+    """Return a key of a mapping; the name for the placeholder of a class or function."""
     return key.name if isinstance(key, Placeholder) and key.content is None else key
 
 
