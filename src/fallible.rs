@@ -14,20 +14,15 @@ pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
 
 /// Creates a slice of `len` zeros.
 pub fn try_zeroed(len: usize, what: &str) -> Result<Box<[u8]>> {
-    Ok(try_repeat(0, len, what)?.into_boxed_slice())
+    let mut out = try_with_capacity(len, what)?;
+    out.resize(len, 0);
+    Ok(out.into_boxed_slice())
 }
 
 /// Creates an empty vector with a capacity of `count` items.
 pub fn try_with_capacity<T>(count: usize, what: &str) -> Result<Vec<T>> {
     let mut out = Vec::new();
     out.try_reserve_exact(count).map_err(|_| out_of_memory(bytes_of::<T>(count), what))?;
-    Ok(out)
-}
-
-/// Creates a vector of `count` copies of a value.
-pub fn try_repeat<T: Clone>(value: T, count: usize, what: &str) -> Result<Vec<T>> {
-    let mut out = try_with_capacity(count, what)?;
-    out.resize(count, value);
     Ok(out)
 }
 
@@ -78,7 +73,6 @@ mod tests {
         assert!(error.is_some_and(|error| error.contains("for a header")));
         assert_eq!(try_zeroed(3, "").ok().as_deref(), Some(&[0, 0, 0][..]));
         assert!(try_with_capacity::<u64>(usize::MAX, "entries").is_err());
-        assert!(try_repeat(7u8, most, "flags").is_err());
         let mut few = vec![1, 2];
         assert!(try_reserve(&mut few, most, "more").is_err());
         assert_eq!(few, [1, 2]);

@@ -3,7 +3,7 @@
 //! Code that writes into an open file checks here first. Otherwise the values of the tensors would
 //! change, or touching them would end the process (SIGBUS).
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -14,7 +14,7 @@ use crate::sys::fork_safe_mutex::ForkSafeMutex;
 pub type DeviceAndInode = (u64, u64);
 
 /// The number of mappings of each file.
-static MAPPED: ForkSafeMutex<Option<HashMap<DeviceAndInode, usize>>> = ForkSafeMutex::new(None);
+static MAPPED: ForkSafeMutex<BTreeMap<DeviceAndInode, usize>> = ForkSafeMutex::new(BTreeMap::new());
 
 /// The device and inode numbers of a file.
 pub fn identity(file: &File) -> io::Result<DeviceAndInode> {
@@ -29,8 +29,7 @@ impl MappedFileGuard {
     /// Marks a file as mapped.
     pub fn mark(file: &File) -> io::Result<Self> {
         let identity = identity(file)?;
-        let mut mapped = MAPPED.lock();
-        *mapped.get_or_insert_default().entry(identity).or_default() += 1;
+        *MAPPED.lock().entry(identity).or_default() += 1;
         Ok(MappedFileGuard(identity))
     }
 }
@@ -38,9 +37,7 @@ impl MappedFileGuard {
 impl Drop for MappedFileGuard {
     fn drop(&mut self) {
         let mut mapped = MAPPED.lock();
-        if let Some(mapped) = mapped.as_mut()
-            && let Some(count) = mapped.get_mut(&self.0)
-        {
+        if let Some(count) = mapped.get_mut(&self.0) {
             *count -= 1;
             if *count == 0 {
                 mapped.remove(&self.0);
@@ -52,8 +49,7 @@ impl Drop for MappedFileGuard {
 /// True if tensors of this process are mapped from the file.
 pub fn is_mapped(file: &File) -> io::Result<bool> {
     let identity = identity(file)?;
-    let mapped = MAPPED.lock();
-    Ok(mapped.as_ref().is_some_and(|mapped| mapped.contains_key(&identity)))
+    Ok(MAPPED.lock().contains_key(&identity))
 }
 
 #[cfg(test)]

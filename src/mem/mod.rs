@@ -2,16 +2,25 @@
 //! memory.
 
 mod arena;
+mod block;
 pub mod device;
+mod host_buffer;
 pub mod mapped;
+mod mapping;
 pub mod numa;
 pub mod pinned;
 mod slice_remainder;
+mod spare_blocks;
+mod unfilled;
 
-pub(crate) use crate::sys::as_uninit;
-pub use crate::sys::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all};
-pub use arena::{ALIGNMENT, Arena, BufferPiece, HUGE_PAGE, HostBuffer, UnfilledBuffer};
+pub use crate::sys::{BufferToFill, Buffers, FilledPart, FilledRanges, fill_all};
+pub(crate) use crate::sys::{as_uninit, zero_fill};
+pub use arena::{ALIGNMENT, Arena};
+pub use host_buffer::HostBuffer;
+pub use mapping::{HUGE_PAGE, Mapping};
 pub use slice_remainder::SliceRemainder;
+pub use spare_blocks::SpareBlocks;
+pub use unfilled::{BufferPiece, UnfilledBuffer};
 
 /// Largest block of common disks. Positions and lengths of direct reads are multiples of it, and so
 /// are the ranges of files in the cache.

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::sys::numa::{allowed_cpus, bind_thread_to, prefer_node};
+use crate::sys::numa::{allowed_cpus, bind_thread_to};
 
 /// Returns the node that a device is attached to, by its PCI bus id such as `0000:C1:00.0`. None if
 /// the machine has no nodes.
@@ -11,13 +11,6 @@ pub fn node_of_pci(id: &str) -> Option<usize> {
     let node = fs::read_to_string(format!("/sys/bus/pci/devices/{id}/numa_node")).ok()?;
     // -1 if the firmware does not report it.
     node.trim().parse().ok()
-}
-
-/// Lets memory come from a node if that is possible, otherwise from any.
-pub fn place_on_node(memory: &mut [u8], node: Option<usize>) {
-    if let Some(node) = node {
-        let _ = prefer_node(memory, node);
-    }
 }
 
 /// The CPUs to which the readers of a load are bound: those of the nodes that its devices are

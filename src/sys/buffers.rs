@@ -8,17 +8,11 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::filled::FilledRanges;
 use crate::error;
 
 /// Bytes of the smallest page.
 const PAGE: usize = 4096;
-
-/// An observer of the bytes that arrive while buffers are filled. Without it, a long request would
-/// show its speed only at its end.
-pub trait ArrivalObserver: Sync {
-    /// Some bytes have arrived.
-    fn arrived(&self, bytes: u64);
-}
 
 /// Buffers that are filled front to back. Their bytes are not read before they are written, and the
 /// written bytes are counted here.
@@ -31,7 +25,9 @@ pub struct Buffers<'a> {
     remaining: usize,
     /// Counts the bytes written, for the code that lent the memory.
     written: Option<&'a AtomicUsize>,
-    observer: Option<&'a dyn ArrivalObserver>,
+    /// Is told how many bytes arrive. Without it, a long request would show its speed only at its
+    /// end.
+    observer: Option<&'a (dyn Fn(u64) + Sync)>,
     memory: PhantomData<&'a mut [MaybeUninit<u8>]>,
 }
 
@@ -39,21 +35,18 @@ impl<'a> Buffers<'a> {
     /// Wraps one buffer.
     pub fn from_slice(bytes: &'a mut [u8]) -> Self {
         let mut buffers = Buffers::default();
-        let range = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        buffers.add(range);
+        buffers.push(as_uninit(bytes));
         buffers
     }
 
-    /// Runs `body`, and has `observer` observe the bytes that arrive while it fills the buffers.
+    /// Runs `body`, and tells `observer` how many bytes arrive while it fills the buffers.
     pub fn with_observer<T>(
         &mut self,
-        observer: &dyn ArrivalObserver,
+        observer: &(dyn Fn(u64) + Sync),
         body: impl FnOnce(&mut Buffers<'_>) -> T,
     ) -> T {
-        let (ranges, written) = (std::mem::take(&mut self.ranges), self.written);
-        let (current, remaining, memory) = (self.current, self.remaining, PhantomData);
-        let mut observed =
-            Buffers { ranges, current, remaining, written, observer: Some(observer), memory };
+        let ranges = std::mem::take(&mut self.ranges);
+        let mut observed = Buffers { ranges, observer: Some(observer), ..*self };
         let result = body(&mut observed);
         (self.ranges, self.current, self.remaining) =
             (observed.ranges, observed.current, observed.remaining);
@@ -80,7 +73,7 @@ impl<'a> Buffers<'a> {
     /// Tells the observer that bytes have arrived from the source.
     pub fn arrived(&self, bytes: u64) {
         if let Some(observer) = self.observer {
-            observer.arrived(bytes);
+            observer(bytes);
         }
     }
 
@@ -174,7 +167,13 @@ impl<'a> Buffers<'a> {
         let piece = |range: &libc::iovec| (range.iov_base.expose_provenance(), range.iov_len);
         let pieces = part.ranges.iter().map(piece).collect();
         let filled = FilledPart { pieces, written: &written };
-        let observer = Tee { filled: &filled, arrived: &arrived, outer: self.observer };
+        let outer = self.observer;
+        let observer = |bytes: u64| {
+            if let Some(outer) = outer {
+                outer(bytes);
+            }
+            arrived(&filled, false);
+        };
         let outcome = fill(&mut Buffers { observer: Some(&observer), ..part });
         arrived(&filled, true);
         outcome?;
@@ -211,22 +210,6 @@ impl<'a> Buffers<'a> {
             range.iov_len = 0;
             self.current += 1;
         }
-    }
-}
-
-/// The observer of the part of buffers that [`Buffers::tee`] has filled.
-struct Tee<'t, F> {
-    filled: &'t FilledPart<'t>,
-    arrived: &'t F,
-    outer: Option<&'t dyn ArrivalObserver>,
-}
-
-impl<F: Fn(&FilledPart<'_>, bool) + Sync> ArrivalObserver for Tee<'_, F> {
-    fn arrived(&self, bytes: u64) {
-        if let Some(outer) = self.outer {
-            outer.arrived(bytes);
-        }
-        (self.arrived)(self.filled, false);
     }
 }
 
@@ -270,6 +253,8 @@ pub enum BufferToFill<'a, 's> {
     Returned(&'a mut [MaybeUninit<u8>]),
     /// The caller keeps access to the bytes, and reads them itself once they are filled.
     Inspected(&'s mut [u8]),
+    /// The same for bytes that need not have values; the owner of the memory is told that they do.
+    Lent(&'s mut [MaybeUninit<u8>], Option<&'s FilledRanges>),
 }
 
 /// Has `fill` fill memory front to back, and returns the bytes of each [`BufferToFill::Returned`].
@@ -285,6 +270,7 @@ pub fn fill_all<'a>(
         match lent {
             BufferToFill::Returned(bytes) => buffers.push(bytes),
             BufferToFill::Inspected(bytes) => buffers.push(as_uninit(bytes)),
+            BufferToFill::Lent(bytes, _) => buffers.push(bytes),
         }
     }
     let total = buffers.remaining();
@@ -293,15 +279,34 @@ pub fn fill_all<'a>(
         return Err(error::Error::Bug("a batch was not filled".to_owned()));
     }
     let returned = memory.into_iter().filter_map(|lent| match lent {
-        BufferToFill::Returned(bytes) => {
-            // SAFETY: all bytes were written, each once and in order: only `fill_from` and
-            // `advance`, whose caller promises it, raise the count, to which no other code has
-            // access.
-            Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) })
+        // SAFETY: all bytes were written, each once and in order: only `fill_from` and `advance`,
+        // whose caller promises it, raise the count, to which no other code has access.
+        BufferToFill::Returned(bytes) => Some(unsafe { written_bytes(bytes) }),
+        BufferToFill::Lent(bytes, filled) => {
+            // SAFETY: as above.
+            let bytes = unsafe { written_bytes(bytes) };
+            filled.into_iter().for_each(|filled| filled.add(bytes));
+            None
         }
         BufferToFill::Inspected(_) => None,
     });
     Ok(returned.collect())
+}
+
+/// The same bytes, as bytes with values.
+///
+/// # Safety
+/// All of them were written.
+unsafe fn written_bytes(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
+    // SAFETY: the caller's promise.
+    unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) }
+}
+
+/// Fills bytes with zeros.
+pub(crate) fn zero_fill(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
+    bytes.fill(MaybeUninit::new(0));
+    // SAFETY: written just now.
+    unsafe { written_bytes(bytes) }
 }
 
 /// The same bytes, as memory to be filled.

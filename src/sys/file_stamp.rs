@@ -22,6 +22,11 @@ impl FileStamp {
         let changed = (found.ctime(), found.ctime_nsec());
         FileStamp { device: found.dev(), inode: found.ino(), len: found.len(), changed }
     }
+
+    /// The number of its file system.
+    pub fn device(&self) -> u64 {
+        self.device
+    }
 }
 
 impl fmt::Display for FileStamp {

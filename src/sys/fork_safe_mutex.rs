@@ -8,7 +8,7 @@
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, Once};
 
 use crate::sys::sync::unpoisoned;
 
@@ -21,6 +21,11 @@ pub struct ForkSafeMutex<T>(Mutex<T>);
 static HOLDERS: AtomicU32 = AtomicU32::new(0);
 /// Threads that are forking, and wait until there are no holders.
 static FORKING: AtomicU32 = AtomicU32::new(0);
+
+/// The id of this process; 0 where it has to be asked for.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+/// True if the handlers see forks.
+static SEES_FORKS: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     // The number of these mutexes that this thread holds.
@@ -103,28 +108,29 @@ impl Drop for ForkBlocker {
 /// Installs the fork handlers. The first lock calls this; a library calls it while it is loaded,
 /// before there are threads.
 pub fn install_fork_handlers() {
-    static STARTED: AtomicBool = AtomicBool::new(false);
-    static INSTALLED: AtomicBool = AtomicBool::new(false);
-    if INSTALLED.load(Ordering::Acquire) {
-        return;
+    static INSTALLED: Once = Once::new();
+    let (before, parent, child) = (before_fork, after_fork_in_parent, after_fork_in_child);
+    INSTALLED.call_once(|| {
+        // SAFETY: functions that take nothing and stay in memory as long as their library; when
+        // that is unloaded, the C library drops them. If there is no memory to register them, forks
+        // do not wait.
+        let failed = unsafe { libc::pthread_atfork(Some(before), Some(parent), Some(child)) };
+        SEES_FORKS.store(failed == 0, Ordering::SeqCst);
+    });
+}
+
+/// The id of this process, without a system call.
+pub fn process_id() -> u32 {
+    let known = PROCESS.load(Ordering::Relaxed);
+    if known != 0 {
+        return known;
     }
-    if STARTED.swap(true, Ordering::SeqCst) {
-        while !INSTALLED.load(Ordering::Acquire) {
-            std::thread::yield_now();
-        }
-        return;
+    install_fork_handlers();
+    let id = std::process::id();
+    if SEES_FORKS.load(Ordering::SeqCst) {
+        PROCESS.store(id, Ordering::Relaxed);
     }
-    // SAFETY: functions that take nothing and stay in memory as long as their library; when that is
-    // unloaded, the C library drops them. If there is no memory to register them, forks do not
-    // wait.
-    unsafe {
-        libc::pthread_atfork(
-            Some(before_fork),
-            Some(after_fork_in_parent),
-            Some(after_fork_in_child),
-        )
-    };
-    INSTALLED.store(true, Ordering::Release);
+    id
 }
 
 extern "C" fn before_fork() {
@@ -141,6 +147,7 @@ extern "C" fn after_fork_in_parent() {
 extern "C" fn after_fork_in_child() {
     // Threads of the parent that were forking, or checked whether one was, do not exist here.
     FORKING.store(0, Ordering::SeqCst);
+    PROCESS.store(0, Ordering::SeqCst);
     HOLDERS.store(own_holders(), Ordering::SeqCst);
 }
 

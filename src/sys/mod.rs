@@ -7,6 +7,7 @@ mod buffers;
 pub mod clock;
 mod file_locks;
 mod file_stamp;
+mod filled;
 pub mod fork_safe_mutex;
 pub mod numa;
 pub mod process;
@@ -24,13 +25,14 @@ use std::time::{Duration, Instant};
 use self::fork_safe_mutex::ForkSafeMutex;
 
 pub use attributes::{attribute, attribute_names, set_attribute};
-pub(crate) use buffers::as_uninit;
-pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all};
+pub use buffers::{BufferToFill, Buffers, FilledPart, fill_all};
+pub(crate) use buffers::{as_uninit, zero_fill};
 pub use file_locks::{
     check_writable, disk_space, effective_user_id, is_on_fuse, try_lock_exclusive, try_lock_fetch,
     try_lock_shared, unlock_fetch,
 };
 pub use file_stamp::{FileStamp, file_stamp};
+pub use filled::FilledRanges;
 
 const _: () = assert!(usize::BITS == u64::BITS, "tensorizer needs a 64-bit system");
 
@@ -174,6 +176,19 @@ pub fn reopen(file: &File) -> Option<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
+/// The number of the mount that a file was opened through; None if the kernel does not say.
+pub fn mount_number(file: &File) -> Option<u64> {
+    // SAFETY: a struct of numbers.
+    let mut found: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: an empty path means the descriptor, which is open for the borrow of `file`; the call
+    // writes one struct.
+    let result = unsafe {
+        let (descriptor, path) = (file.as_raw_fd(), c"".as_ptr());
+        libc::statx(descriptor, path, libc::AT_EMPTY_PATH, libc::STATX_MNT_ID, &raw mut found)
+    };
+    (result == 0 && found.stx_mask & libc::STATX_MNT_ID != 0).then_some(found.stx_mnt_id)
+}
+
 /// Asks the kernel to begin writing a range to disk, without waiting for it.
 ///
 /// Best effort: it only starts early what `fsync` will do anyway.
@@ -282,12 +297,8 @@ pub unsafe fn release_pages(start: *mut u8, len: usize) {
 /// CPU time that all threads of the process have used together.
 pub fn cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: one structure that lives until the call returns.
-    let result = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
-    // It cannot fail. A time of zero would mean that all CPUs are idle.
-    if result != 0 {
-        return Duration::ZERO;
-    }
+    // SAFETY: one structure that lives until the call returns, which cannot fail.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
     Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }

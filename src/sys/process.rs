@@ -7,6 +7,8 @@ use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
+use super::fork_safe_mutex::process_id;
+
 /// The id of the process that owns something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnerProcess(u32);
@@ -14,7 +16,7 @@ pub struct OwnerProcess(u32);
 impl OwnerProcess {
     /// The id of this process.
     pub fn current() -> Self {
-        OwnerProcess(std::process::id())
+        OwnerProcess(process_id())
     }
 
     /// True if this process is the owner, and not a forked child of it.
@@ -81,17 +83,12 @@ impl<T> Drop for DropInOwner<T> {
 /// A value that each process has for itself. A forked child begins with a new one: the parent's
 /// locks may have been held at the fork, and would never be released. An inherited value is never
 /// dropped.
-pub struct PerProcess<T>(AtomicPtr<ProcessValue<T>>);
+pub struct PerProcess<T>(AtomicPtr<DropInOwner<T>>);
 
 impl<T: Default + Send + Sync> Default for PerProcess<T> {
     fn default() -> Self {
         Self::new()
     }
-}
-
-struct ProcessValue<T> {
-    owner: OwnerProcess,
-    value: T,
 }
 
 impl<T: Default + Send + Sync> PerProcess<T> {
@@ -108,10 +105,9 @@ impl<T: Default + Send + Sync> PerProcess<T> {
         if let Some(stored) = unsafe { loaded.as_ref() }
             && stored.owner.is_current()
         {
-            return &stored.value;
+            return stored;
         }
-        let new = Box::new(ProcessValue { owner: OwnerProcess::current(), value: T::default() });
-        let new = Box::into_raw(new);
+        let new = Box::into_raw(Box::new(DropInOwner::new(T::default())));
         let set = self.0.compare_exchange(loaded, new, Ordering::AcqRel, Ordering::Acquire);
         let stored = match set {
             Ok(_) => new,
@@ -123,7 +119,7 @@ impl<T: Default + Send + Sync> PerProcess<T> {
         };
         // SAFETY: as above; not null. `other` was made by another thread of this process after this
         // thread had loaded `loaded`: a process has only one thread when it begins.
-        unsafe { &(*stored).value }
+        unsafe { &*stored }
     }
 }
 
