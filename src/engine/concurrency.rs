@@ -40,13 +40,6 @@ pub struct Sample {
     pub receiving: usize,
 }
 
-/// A number of workers, and the rate that they achieved in bytes per second.
-#[derive(Debug, Clone, Copy)]
-struct Measurement {
-    workers: usize,
-    rate: u64,
-}
-
 #[derive(Debug, Clone, Copy)]
 enum Phase {
     /// No byte has arrived yet. Since this time the number is the same.
@@ -68,8 +61,9 @@ pub struct ConcurrencyController {
     /// Bytes of the call; `u64::MAX` if unknown.
     total: u64,
     phase: Phase,
-    /// The previous level, with half as many workers, while more are tried.
-    before: Option<Measurement>,
+    /// The previous number of workers, half as many, and the rate that they achieved in bytes per
+    /// second, while more are tried.
+    before: Option<(usize, u64)>,
     pause: Duration,
 }
 
@@ -132,10 +126,10 @@ impl ConcurrencyController {
         let cpu = now.cpu.saturating_sub(from.cpu);
         let busy =
             cpu.as_micros() * 100 >= time.as_micros() * self.cores as u128 * u128::from(BUSY);
-        if let Some(before) = self.before.take()
-            && u128::from(rate) * 100 < u128::from(before.rate) * u128::from(100 + GAIN)
+        if let Some((workers, before)) = self.before.take()
+            && u128::from(rate) * 100 < u128::from(before) * u128::from(100 + GAIN)
         {
-            self.wanted = before.workers;
+            self.wanted = workers;
             return self.pause(now.at);
         }
         // If the call ends soon, more workers would not bring much.
@@ -144,7 +138,7 @@ impl ConcurrencyController {
         if busy || ending || self.wanted == self.max_workers {
             return self.pause(now.at);
         }
-        self.before = Some(Measurement { workers: self.wanted, rate });
+        self.before = Some((self.wanted, rate));
         self.wanted = self.doubled();
         self.phase = Phase::Settling(now.at);
     }

@@ -1,16 +1,17 @@
 //! Files that are not in the page cache, and direct reads of them.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::engine::plan::Extent;
 use crate::environment::{DIRECT_IO, LOCAL_WORLD_SIZE};
 use crate::error::Result;
-use crate::io::ReadAt;
-use crate::io::local::{
-    DIRECT_READ_LEN, DirectReader, InFlightLimit, MAX_DIRECT_READS, READS_PER_READER,
-};
+use crate::io::local::{DIRECT_READ_LEN, DirectMemory, DirectReader, DirectSupport};
+use crate::io::{ReadAt, SourceIdentity};
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
+use crate::sys::sync::atomic::{AtomicU64, Ordering};
+use crate::sys::sync::{Mutex, unpoisoned};
 
 /// Memory that a reader takes for direct reads.
 pub use crate::io::local::DIRECT_MEMORY as READER_MEMORY;
@@ -21,6 +22,8 @@ pub const DIRECT_GAP: u64 = 128 << 10;
 /// Minimum number of readers that must have memory for direct reads. With less memory, files are
 /// read through the page cache, which needs no buffers.
 const READERS_AT_LEAST: u64 = 4;
+/// The most readers with direct reads, unless the caller sets their number: these keep a disk busy.
+pub const DIRECT_READERS: usize = 4;
 
 /// Values of `TENSORIZER_DIRECT_IO`: no direct reads, and direct reads even if several processes of
 /// this machine load.
@@ -79,54 +82,77 @@ pub fn may_read_directly(files: &[&dyn ReadAt], memory: MemoryLimit, shared: boo
     let wanted = match DIRECT_IO.value()? {
         NEVER => false,
         ALWAYS => true,
-        _ => !shared && !has_local_ranks(),
+        _ => !shared && local_ranks() <= 1,
     };
     let room = memory.bytes().is_none_or(|bytes| bytes >= READERS_AT_LEAST * READER_MEMORY);
     Ok(wanted && room && files.iter().all(|source| source.facts().is_local))
 }
 
-/// True if a launcher says that this process is one of several on this machine. These usually load
-/// the same files.
-fn has_local_ranks() -> bool {
+/// Returns how many processes on this machine a launcher says that this one is part of. They usually
+/// load the same files.
+pub fn local_ranks() -> usize {
     let size = LOCAL_WORLD_SIZE.value().and_then(|text| text.into_string().ok());
-    size.and_then(|text| text.trim().parse().ok()).is_some_and(|size: u64| size > 1)
+    size.and_then(|text| text.trim().parse().ok()).unwrap_or(1)
 }
 
 /// State that the direct reads of all readers of a load share.
 pub struct DirectReads<'c> {
-    in_flight: Arc<InFlightLimit>,
+    readers: usize,
     counters: &'c Counters,
+    /// What the file systems can do, by their device numbers.
+    support: Mutex<BTreeMap<u64, DirectSupport>>,
+    /// The sum of a thousand times each reader's mean number of reads under way.
+    under_way: AtomicU64,
 }
 
 impl<'c> DirectReads<'c> {
     /// Creates the state for a number of readers.
     pub fn new(readers: usize, counters: &'c Counters) -> Self {
-        let reads = readers.saturating_mul(READS_PER_READER).max(MAX_DIRECT_READS);
-        let in_flight = Arc::new(InFlightLimit::new(reads));
-        DirectReads { in_flight, counters }
+        let (support, under_way) = (Mutex::default(), AtomicU64::new(0));
+        DirectReads { readers, counters, support, under_way }
     }
 
-    /// Opens a file for the direct reads of one reader; None if its file system does not support
-    /// them.
-    pub fn open(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
-        let Some(reader) = DirectReader::open(source, &self.in_flight) else {
+    /// Opens a file for the direct reads of one reader, with its memory; None if its file system
+    /// does not support them.
+    pub fn open<'s>(
+        &self,
+        source: &'s dyn ReadAt,
+        memory: &Arc<Mutex<DirectMemory>>,
+    ) -> Option<Box<dyn ReadAt + 's>> {
+        let device = match &source.facts().identity {
+            Some(SourceIdentity::Local(stamp)) => Some(stamp.device()),
+            _ => None,
+        };
+        let known = |device: u64| unpoisoned(self.support.lock()).get(&device).copied();
+        let mut support = device.and_then(known);
+        let Some(reader) = DirectReader::open(source, memory, &mut support) else {
             self.counters.fallback(
                 "the file system does not support direct reads (O_DIRECT): the file is read \
                  through the page cache",
             );
             return None;
         };
+        if let Some((device, support)) = device.zip(support) {
+            unpoisoned(self.support.lock()).insert(device, support);
+        }
         self.counters.reading(reader.name());
         Some(Box::new(reader))
+    }
+
+    /// Counts what a reader had under way, at its end.
+    pub fn ended(&self, memory: &Mutex<DirectMemory>) {
+        let mean = unpoisoned(memory.lock()).mean_reads().unwrap_or(0);
+        self.under_way.fetch_add(mean, Ordering::Relaxed);
     }
 }
 
 impl Drop for DirectReads<'_> {
     fn drop(&mut self) {
-        let (mean, most) = self.in_flight.mean_and_limit();
-        if let Some(mean) = mean {
-            let bytes = |reads: u64| reads.saturating_mul(DIRECT_READ_LEN as u64);
-            self.counters.in_flight(bytes(mean) / 1000, bytes(most as u64));
+        let mean = self.under_way.load(Ordering::Relaxed);
+        if mean > 0 {
+            let bytes = mean.saturating_mul(DIRECT_READ_LEN as u64) / 1000;
+            let most = READER_MEMORY.saturating_mul(self.readers as u64);
+            self.counters.in_flight(bytes, most);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The number of readers of a load, and their share of the memory limit.
 
-use super::page_cache::PageCacheResidency;
+use super::page_cache::{DIRECT_READERS, PageCacheResidency, local_ranks};
 use super::workers::WorkerRange;
 use crate::environment::READERS;
 use crate::error::Result;
@@ -8,10 +8,12 @@ use crate::io::{Capabilities, ReadAt};
 use crate::memory_limit::MemoryLimit;
 
 /// Returns the initial and the maximum number of readers. `wanted`: the number that the caller asks
-/// for. `residency`: the page-cache residency, if all files are local.
+/// for. `residency`: the page-cache residency, if all files are local. `direct`: they are read around
+/// the page cache. `spared_cores`: the cores that the destination needs.
 pub fn range(
     capabilities: &Capabilities,
-    residency: Option<PageCacheResidency>,
+    (residency, direct): (Option<PageCacheResidency>, bool),
+    spared_cores: usize,
     wanted: Option<usize>,
 ) -> Result<WorkerRange> {
     let of_files = || match (residency, READERS.value()?) {
@@ -26,11 +28,20 @@ pub fn range(
     Ok(match residency {
         // The page cache is not read faster by more readers than cores.
         Some(PageCacheResidency::All) => {
-            WorkerRange::fixed(crate::cpu_count().clamp(range.initial, range.max))
+            let cores = crate::cpu_count().saturating_sub(spared_cores);
+            WorkerRange::fixed(cores.clamp(range.initial, range.max))
         }
         Some(PageCacheResidency::Some) | None => range,
-        // All readers are needed to keep a disk busy, from the first byte on.
-        Some(PageCacheResidency::Little) => WorkerRange::fixed(range.max),
+        // Each has several reads under way.
+        Some(PageCacheResidency::Little) if direct => {
+            WorkerRange::fixed(range.max.min(crate::cpu_count().clamp(2, DIRECT_READERS)))
+        }
+        // All readers are needed to keep a disk busy, from the first byte on: those of all processes
+        // that load from it.
+        Some(PageCacheResidency::Little) => {
+            let share = range.max / local_ranks().max(1);
+            WorkerRange::fixed(share.max(2).min(range.max))
+        }
     })
 }
 

@@ -10,71 +10,94 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use io_uring::{IoUring, opcode, types};
 
 use super::direct_plan::PlannedRead;
-use super::in_flight::InFlightLimit;
 use crate::cancel::{Cancel, Never, retry_interrupted};
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, Facts, ReadAt};
-use crate::mem::{Arena, Buffers, DISK_BLOCK};
-use crate::sys::sync::unpoisoned;
+use crate::mem::{Buffers, DISK_BLOCK, Mapping};
+use crate::sys::sync::{Mutex, unpoisoned};
 use crate::sys::{is_on_fuse, to_usize};
 
-/// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
-pub const READ_LEN: usize = 1 << 20;
-/// Maximum number of reads that one reader has under way.
-pub const DEPTH: usize = 4;
-/// Reads that the readers of a load have under way together, per reader: half of the maximum of
-/// each. So readers in the middle of a batch use the reads that readers between two batches leave
-/// free.
-pub const READS_PER_READER: usize = DEPTH / 2;
+/// Bytes of a read. Disks reach their speed with several of these, and take one of them at once
+/// even if it goes to small pages: many take at most 254 pages.
+pub const READ_LEN: usize = 512 << 10;
+/// The number of reads that one reader has under way.
+pub const DEPTH: usize = 8;
 /// Bytes of the buffer of one reader.
 pub const DIRECT_MEMORY: u64 = (DEPTH * READ_LEN) as u64;
 
-/// The direct reads of one reader.
-pub struct DirectReader {
+/// The direct reads of one reader of a file. Bytes that these fail to read come from the source.
+pub struct DirectReader<'s> {
     file: File,
-    facts: Facts,
-    capabilities: Capabilities,
-    in_flight: Arc<InFlightLimit>,
-    state: Mutex<DirectReaderState>,
+    shared: &'s dyn ReadAt,
+    memory: Arc<Mutex<DirectMemory>>,
 }
 
-struct DirectReaderState {
-    memory: Arena,
+/// What a reader needs for direct reads, of one file after another.
+pub struct DirectMemory {
+    buffer: Mapping,
     ring: Option<IoUring>,
+    /// The number of times that reads were waited for, and the sum of those that were under way.
+    waits: u64,
+    under_way: u64,
 }
 
-impl DirectReader {
-    /// Opens the file of a source once more, for one of the readers that share the limit
-    /// `in_flight`. None if its file system has no direct reads.
-    pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlightLimit>) -> Option<Self> {
+/// What a file system can do with direct reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DirectSupport {
+    /// Nothing.
+    None,
+    /// Reads one after another.
+    Plain,
+    /// Reads by io_uring.
+    Ring,
+}
+
+impl DirectMemory {
+    /// Allocates the memory.
+    pub fn new() -> Option<Self> {
+        let buffer = Mapping::new(DEPTH * READ_LEN).ok()?;
+        Some(DirectMemory { buffer, ring: None, waits: 0, under_way: 0 })
+    }
+
+    /// Returns a thousand times the mean number of reads that were under way; None without a ring.
+    pub fn mean_reads(&self) -> Option<u64> {
+        self.under_way.saturating_mul(1000).checked_div(self.waits)
+    }
+}
+
+impl<'s> DirectReader<'s> {
+    /// Opens the file of a source once more. `support` is that of its file system, and is examined
+    /// if it is not known. None if there are no direct reads.
+    pub fn open(
+        source: &'s dyn ReadAt,
+        memory: &Arc<Mutex<DirectMemory>>,
+        support: &mut Option<DirectSupport>,
+    ) -> Option<Self> {
         let shared = source.file()?;
         let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-        let mut memory = Arena::new(DEPTH * READ_LEN).ok()?;
-        let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;
-        file.read_at(probe, 0).ok()?;
-        // io_uring is refused in many containers, and if the limit of locked memory is too low.
-        // With FUSE, kernels fill the rest of a short read with wrong bytes.
-        let ring =
-            if is_on_fuse(&file) { None } else { IoUring::new(u32::try_from(DEPTH).ok()?).ok() };
-        let state = Mutex::new(DirectReaderState { memory, ring });
-        Some(DirectReader {
-            file,
-            facts: source.facts().clone(),
-            capabilities: source.capabilities(),
-            in_flight: Arc::clone(in_flight),
-            state,
-        })
+        let mut state = unpoisoned(memory.lock());
+        let examined = || examine(&file, &mut state.buffer);
+        match *support.get_or_insert_with(examined) {
+            DirectSupport::None => return None,
+            DirectSupport::Plain => state.ring = None,
+            // io_uring is refused in many containers, and if the limit of locked memory is too low.
+            DirectSupport::Ring if state.ring.is_none() => {
+                state.ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
+            }
+            DirectSupport::Ring => {}
+        }
+        Some(DirectReader { file, shared: source, memory: Arc::clone(memory) })
     }
 
     /// The kind of reads, for reports.
     pub fn name(&self) -> &'static str {
-        match unpoisoned(self.state.lock()).ring {
+        match unpoisoned(self.memory.lock()).ring {
             Some(_) => "direct reads by io_uring",
             None => "direct reads",
         }
@@ -83,12 +106,12 @@ impl DirectReader {
     /// Executes planned reads, and returns the number of bytes that were filled in.
     fn read_planned(
         &self,
-        state: &mut DirectReaderState,
+        state: &mut DirectMemory,
         plan: &[PlannedRead],
         into: &mut Buffers<'_>,
     ) -> io::Result<usize> {
-        let (memory, ring) = (state.memory.bytes_mut(), &mut state.ring);
-        let mut filled = 0;
+        let DirectMemory { buffer, ring, waits, under_way } = state;
+        let (memory, mut filled) = (buffer.bytes_mut(), 0);
         let Some(ring) = ring else {
             for planned in plan {
                 let to = match planned.destination {
@@ -106,17 +129,16 @@ impl DirectReader {
             }
             return Ok(filled);
         };
-        let (in_flight, results) = (&*self.in_flight, [None; DEPTH]);
         let mut reads =
-            InFlightReads { ring, in_flight, begun: 0, submitted: 0, ended: 0, results };
+            InFlightReads { ring, begun: 0, submitted: 0, ended: 0, results: [None; DEPTH] };
         let mut done = 0;
         while done < plan.len() {
             while let Some(next) = plan.get(reads.begun)
                 && reads.begun - done < DEPTH
-                && in_flight.acquire(reads.begun == reads.ended)
             {
                 reads.begin(&self.file, memory, next)?;
             }
+            (*waits, *under_way) = (*waits + 1, *under_way + (reads.begun - reads.ended) as u64);
             reads.wait()?;
             while let Some(result) = reads.results.get_mut(done % DEPTH).and_then(Option::take)
                 && let Some(planned) = plan.get(done)
@@ -138,6 +160,17 @@ impl DirectReader {
             }
         }
         Ok(filled)
+    }
+}
+
+/// Examines the file system of a file that was opened for direct reads.
+fn examine(file: &File, buffer: &mut Mapping) -> DirectSupport {
+    let probe = buffer.bytes_mut().get_mut(..DISK_BLOCK).unwrap_or(&mut []);
+    match file.read_at(probe, 0) {
+        Err(_) => DirectSupport::None,
+        // With FUSE, kernels fill the rest of a short read of a ring with wrong bytes.
+        Ok(_) if is_on_fuse(file) => DirectSupport::Plain,
+        Ok(_) => DirectSupport::Ring,
     }
 }
 
@@ -164,7 +197,6 @@ unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Re
 /// Reads under way. Dropping this waits for them, because the kernel writes to their memory.
 struct InFlightReads<'r> {
     ring: &'r mut IoUring,
-    in_flight: &'r InFlightLimit,
     /// Numbers of reads that were begun, that the kernel has taken, and that have ended.
     begun: usize,
     submitted: usize,
@@ -173,10 +205,9 @@ struct InFlightReads<'r> {
 }
 
 impl InFlightReads<'_> {
-    /// Begins a read that is counted in `in_flight`.
+    /// Begins a read.
     fn begin(&mut self, file: &File, memory: &mut [u8], planned: &PlannedRead) -> io::Result<()> {
         let number = self.begun;
-        // Counted as begun in any case, so that it is counted as ended when this is dropped.
         self.begun += 1;
         let block = match planned.destination {
             Some(at) => at,
@@ -196,7 +227,6 @@ impl InFlightReads<'_> {
     /// Submits what was begun, waits for a read, and collects the reads that have ended.
     fn wait(&mut self) -> io::Result<()> {
         let outcome = self.ring.submit_and_wait(1);
-        let before = self.ended;
         for entry in self.ring.completion() {
             let slot = to_usize(entry.user_data()) % DEPTH;
             if let Some(slot) = self.results.get_mut(slot) {
@@ -204,7 +234,6 @@ impl InFlightReads<'_> {
             }
             self.ended += 1;
         }
-        self.in_flight.release(self.ended - before);
         match outcome {
             Ok(submitted) => self.submitted += submitted,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -223,27 +252,26 @@ impl Drop for InFlightReads<'_> {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }
-        self.in_flight.release(self.begun - self.ended);
     }
 }
 
-impl ReadAt for DirectReader {
+impl ReadAt for DirectReader<'_> {
     fn facts(&self) -> &Facts {
-        &self.facts
+        self.shared.facts()
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.capabilities
+        self.shared.capabilities()
     }
 
-    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, _cancel: &dyn Cancel) -> Result<usize> {
+    fn read_at(&self, offset: u64, into: &mut Buffers<'_>, cancel: &dyn Cancel) -> Result<usize> {
         let wanted = into.remaining();
-        let remaining_in_file = self.facts.len.unwrap_or(u64::MAX).saturating_sub(offset);
+        let remaining_in_file = self.facts().len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(to_usize(remaining_in_file));
         if wanted == 0 {
             return Ok(0);
         }
-        let mut state = unpoisoned(self.state.lock());
+        let mut state = unpoisoned(self.memory.lock());
         let read = loop {
             let (ring, remaining) = (state.ring.is_some(), into.remaining());
             let max_len = if ring { READ_LEN } else { DEPTH * READ_LEN };
@@ -259,7 +287,7 @@ impl ReadAt for DirectReader {
                         break remaining - into.remaining();
                     }
                 }
-                Err(error) => return Err(Error::io("reading", &self.facts.uri, error)),
+                Err(_) => return self.shared.read_at(offset, into, cancel),
             }
         };
         into.arrived(read as u64);
@@ -285,8 +313,9 @@ mod tests {
         (folder, bytes, source)
     }
 
-    fn open_reader(source: &FileSource) -> Option<DirectReader> {
-        DirectReader::open(source, &Arc::new(InFlightLimit::new(READS_PER_READER)))
+    fn open_reader(source: &FileSource) -> Option<DirectReader<'_>> {
+        let memory = Arc::new(Mutex::new(DirectMemory::new().unwrap()));
+        DirectReader::open(source, &memory, &mut None)
     }
 
     #[test]
@@ -310,7 +339,7 @@ mod tests {
             assert_eq!(reader.read_at(10 << 20, &mut buffers, &Never).unwrap(), 1234);
             assert_eq!(reader.read_at(11 << 20, &mut buffers, &Never).unwrap(), 0);
             // A file that shrinks under the reader.
-            reader.state.lock().unwrap().ring = None;
+            reader.memory.lock().unwrap().ring = None;
         }
     }
 
@@ -322,10 +351,10 @@ mod tests {
             for (offset, before, len) in
                 [(5000, 300, 5 << 20), (0, 0, 1 << 20), (4096, 10, 70 << 10)]
             {
-                let mut arena = Arena::new(8 << 20).unwrap();
+                let mut mapping = Mapping::new(8 << 20).unwrap();
                 let mut header = vec![0; before];
                 let start = (offset + before) % 4096;
-                let to = arena.bytes_mut().get_mut(start..start + len).unwrap();
+                let to = mapping.bytes_mut().get_mut(start..start + len).unwrap();
                 let mut buffers = Buffers::from_slice(&mut header);
                 buffers.push(crate::mem::as_uninit(to));
                 let plan =
@@ -338,10 +367,10 @@ mod tests {
                 assert!(direct + 2 * 4096 > len, "{direct} of {len} bytes go straight");
                 read_exact_at(&reader, offset as u64, &mut buffers, "", &Never).unwrap();
                 assert!(header == bytes[offset..][..before]);
-                assert!(arena.bytes_mut()[start..][..len] == bytes[offset + before..][..len]);
+                assert!(mapping.bytes_mut()[start..][..len] == bytes[offset + before..][..len]);
             }
             if ring {
-                reader.state.lock().unwrap().ring = None;
+                reader.memory.lock().unwrap().ring = None;
             }
         }
     }

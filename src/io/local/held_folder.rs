@@ -7,6 +7,8 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use crate::sys;
+
 /// A folder. Paths of its entries lead to it even after it was renamed, or after a symbolic link
 /// that led to it was changed.
 pub(super) struct HeldFolder {
@@ -48,8 +50,11 @@ impl HeldFolder {
 
 /// The number of the mount that a file was opened through; None if the kernel does not say.
 fn mount_of(file: &File) -> Option<u64> {
-    let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd())).ok()?;
-    info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?.trim().parse().ok()
+    sys::mount_number(file).or_else(|| {
+        // Kernels before 5.8 say it only here.
+        let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd())).ok()?;
+        info.lines().find_map(|line| line.strip_prefix("mnt_id:"))?.trim().parse().ok()
+    })
 }
 
 /// The place of a file: a name in a folder.
@@ -73,8 +78,14 @@ impl Place {
             let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
                 return Err(io::Error::from(io::ErrorKind::IsADirectory));
             };
-            make_folders(parent)?;
-            let (folder, name) = (HeldFolder::open(parent)?, name.to_owned());
+            let folder = match HeldFolder::open(parent) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                    make_folders(parent)?;
+                    HeldFolder::open(parent)?
+                }
+                opened => opened?,
+            };
+            let name = name.to_owned();
             let found = Place { folder, name, is_open_file: false };
             match fs::read_link(found.path()) {
                 Ok(_) if found.folder.links_are_open_files() => {

@@ -7,7 +7,6 @@ mod direct_plan;
 mod file;
 mod folder;
 mod held_folder;
-mod in_flight;
 mod pipe;
 mod shard;
 mod sink;
@@ -15,11 +14,9 @@ mod temporary;
 mod temporary_name;
 
 pub use direct::{
-    DEPTH as MAX_DIRECT_READS, DIRECT_MEMORY, DirectReader, READ_LEN as DIRECT_READ_LEN,
-    READS_PER_READER,
+    DIRECT_MEMORY, DirectMemory, DirectReader, DirectSupport, READ_LEN as DIRECT_READ_LEN,
 };
 pub use file::{FileSource, OwnHandle, open_no_follow, remove_if_at};
 pub use folder::siblings;
-pub use in_flight::InFlightLimit;
 pub use pipe::Pipe;
 pub use sink::FileSink;

@@ -21,10 +21,12 @@ const MIN_OPEN: u64 = 16;
 struct OpenFiles {
     uses: u64,
     files: BTreeMap<u64, Arc<File>>,
+    /// The most that may be open, as it was when none was.
+    limit: u64,
 }
 
 static OPEN_FILES: ForkSafeMutex<OpenFiles> =
-    ForkSafeMutex::new(OpenFiles { uses: 0, files: BTreeMap::new() });
+    ForkSafeMutex::new(OpenFiles { uses: 0, files: BTreeMap::new(), limit: 0 });
 
 /// A regular file that is opened again when its descriptor was closed.
 pub struct Shard {
@@ -71,12 +73,14 @@ impl Shard {
 
     /// Retains the descriptor, and closes the least recently used one if there are too many.
     fn retain(&self, file: Arc<File>) {
-        let limit = max_open();
         let mut open = OPEN_FILES.lock();
+        if open.files.is_empty() {
+            open.limit = max_open();
+        }
         // Another thread may have opened it meanwhile.
         let other = open.files.remove(&self.used.load(Ordering::Relaxed));
         self.mark_used(&mut open, file);
-        let is_over = open.files.len() as u64 > limit;
+        let is_over = open.files.len() as u64 > open.limit;
         let oldest = is_over.then(|| open.files.pop_first());
         drop(open);
         drop((other, oldest));

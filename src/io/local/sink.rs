@@ -16,6 +16,9 @@ use crate::io::save_order::SaveTurn;
 use crate::io::{Ending, Published, Reservation, SinkFacts, WriteAt};
 use crate::mem::mapped;
 
+/// Fewer bytes are not worth a system call before the file is synced.
+const WRITEBACK_FROM: usize = 64 << 10;
+
 /// A local file.
 pub struct FileSink {
     /// The unpublished file; None once it is published. This field is dropped before `file`, so
@@ -211,7 +214,7 @@ impl WriteAt for FileSink {
         let write = || crate::sys::write_vectored_at(&self.file, offset, buffers);
         let written =
             retry_interrupted(cancel, write).map_err(|e| Error::of_io("writing", &self.uri, e))?;
-        if self.unpublished.is_some() {
+        if self.unpublished.is_some() && written >= WRITEBACK_FROM {
             crate::sys::start_writeback(&self.file, offset, written as u64);
         }
         Ok(written)
