@@ -2,15 +2,52 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <utility>
 
 #include "tensor.h"
 
 namespace tensorizer {
 
-TorchBlocks::TorchBlocks(c10::Device device) : device_(device) {}
+namespace {
+
+// True if the allocator was told not to split large blocks.
+bool keeps_blocks_whole() {
+  for (const auto* name : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
+    const auto* value = std::getenv(name);
+    if (value != nullptr && std::strstr(value, "max_split_size") != nullptr) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::uint64_t TorchBlocks::reserve(std::uint64_t least, std::uint64_t most) noexcept {
+  try {
+    const c10::DeviceGuard guard(device_);
+    auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device_.type()));
+    if (allocator == nullptr || keeps_blocks_whole()) return 0;
+    const auto stats = allocator->getDeviceStats(device_.index());
+    const auto kept = stats.reserved_bytes[0].current - stats.allocated_bytes[0].current;
+    // A larger share could take memory that other processes, or libraries, are about to ask for.
+    const std::uint64_t share = allocator->getMemoryInfo(device_.index()).first / 4;
+    const auto len = std::min(most, share);
+    if (len < least) return 0;
+    // What the allocator keeps of freed memory serves first.
+    if (kept > 0 && static_cast<std::uint64_t>(kept) >= len) return 0;
+    // Given back at once: the allocator keeps it, and splits the next blocks off it.
+    const auto given_back = allocator->allocate(len);
+    return len;
+  } catch (...) {
+    // Blocks are allocated one by one then.
+    return 0;
+  }
+}
 
 void TorchBlocks::add(rust::Slice<const std::uint64_t> lens) {
   // Sets the device once for all blocks; at::empty would look it up several times for each.

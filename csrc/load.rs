@@ -124,7 +124,9 @@ fn load_on_devices(
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
 ) -> Result<OnDevices<(usize, (TensorLocation, CompactHeader))>> {
     let planned = DeviceLoad::new(file, &part.numbers, &of, separate_memory)?;
-    let starts = block_starts(planned.block_devices(), devices.devices.len());
+    // The number of the first block of each device.
+    let first_of = |device| planned.block_devices().partition_point(|of| *of < device);
+    let starts: Vec<usize> = (0..devices.devices.len()).map(first_of).collect();
     let OnDevices { tensors: headers, blocks, streams } =
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;
     let mut loaded = Vec::with_capacity(part.positions.len());
@@ -138,11 +140,6 @@ fn load_on_devices(
         loaded.push((at, (location, header)));
     }
     Ok(OnDevices { tensors: loaded, streams, blocks })
-}
-
-/// Returns the number of the first block of each device.
-fn block_starts(device_of: &[usize], devices: usize) -> Vec<usize> {
-    (0..devices).map(|device| device_of.partition_point(|of| *of < device)).collect()
 }
 
 /// Runs a planned load into new blocks. `starts` has the number of each device's first block.
@@ -181,6 +178,14 @@ fn into_new_blocks(
     Ok(OnDevices { tensors, streams, blocks })
 }
 
+/// The most bytes that the driver is asked for at once: fewer calls than for each tensor, which hold
+/// a lock that copies need, too.
+const RESERVED: u64 = 1 << 30;
+
+fn sum(lens: &[u64]) -> u64 {
+    lens.iter().fold(0, |sum, len| sum.saturating_add(*len))
+}
+
 /// The allocation of the blocks of one device.
 struct Allocation<'d> {
     device: &'d CallDevice,
@@ -190,13 +195,15 @@ struct Allocation<'d> {
     lens: &'d [u64],
     /// The number of blocks that are allocated already.
     done: usize,
+    /// Bytes that the driver has given for the next blocks.
+    reserved: u64,
     allocator: TorchAllocator,
 }
 
 impl<'d> Allocation<'d> {
     fn new(device: &'d CallDevice, start: usize, lens: &'d [u64]) -> Self {
         let allocator = TorchAllocator::new(device.index);
-        Allocation { device, start, lens, done: 0, allocator }
+        Allocation { device, start, lens, done: 0, reserved: 0, allocator }
     }
 
     fn is_done(&self) -> bool {
@@ -207,6 +214,11 @@ impl<'d> Allocation<'d> {
     fn step(&mut self, blocks: &DeviceBlocks) -> Result<()> {
         let end = self.done + blocks_at_once(self.lens.get(self.done..).unwrap_or(&[]));
         let lens = self.lens.get(self.done..end).unwrap_or(&[]);
+        let (now, rest) = (sum(lens), sum(self.lens.get(self.done..).unwrap_or(&[])));
+        if self.reserved < now && rest > now {
+            self.reserved = self.allocator.reserve(now, rest.min(RESERVED));
+        }
+        self.reserved = self.reserved.saturating_sub(now);
         let memory = self.allocator.allocate(self.done, lens)?;
         // Work that was queued on the stream before may still use the memory.
         let after = Some(Arc::clone(&self.device.device).record_event(self.device.consumer)?);
@@ -223,7 +235,7 @@ pub(crate) fn check_type(entry: &Entry) -> Result<()> {
     if entry.dtype.is_in_torch() {
         return Ok(());
     }
-    let dtype_name = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, _)| name);
+    let dtype_name = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, ..)| name);
     Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {dtype_name}", entry.name)))
 }
 

@@ -280,8 +280,8 @@ variables! {
         "maximum size of that folder, in GB: the least recently used files are removed first; 0: all but 5 % of its disk";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256, ANY,
         "pinned host memory that the loads to and saves from one CUDA device share, in MiB";
-    STAGING_KB = "TENSORIZER_STAGING_KB", 4096, 1024..=65536,
-        "size of one buffer of that memory, which is copied at once, in KiB: 1024 to 65536";
+    STAGING_KB = "TENSORIZER_STAGING_KB", 2052, 2052..=65536,
+        "size of one buffer of that memory, which is copied at once, in KiB: 2052 to 65536";
     IN_FLIGHT_MB = "TENSORIZER_IN_FLIGHT_MB", 64, ANY,
         "copies in flight, in MiB, beyond which readers wait and take no more of that memory";
     STREAMS = "TENSORIZER_STREAMS", 2, 1..=16, "CUDA streams over which the copies of a call are distributed: 1 to 16";
@@ -394,7 +394,7 @@ mod tests {
             ..*variable
         };
         for (variable, least, most) in
-            [(&STAGING_KB, 1024, 65536), (&STREAMS, 1, 16), (&DIRECT_IO, 0, 2), (&NUMA, 0, 1)]
+            [(&STAGING_KB, 2052, 65536), (&STREAMS, 1, 16), (&DIRECT_IO, 0, 2), (&NUMA, 0, 1)]
         {
             assert_eq!(with(variable, &least.to_string()).value().unwrap(), least);
             assert_eq!(with(variable, &most.to_string()).value().unwrap(), most);

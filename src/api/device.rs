@@ -191,10 +191,10 @@ pub fn read_to_devices(
         memory: to.memory,
         blocks: &layout.blocks,
         locations: &layout.locations,
-        devices: routes
-            .map(|(one, streams)| StagedDevice { streams, pool: one.pool, share: None })
-            .collect(),
+        devices: routes.map(|(one, streams)| StagedDevice::new(streams, one.pool)).collect(),
         device_of_block: &layout.device_of_block,
+        in_order: run.receiver.is_some(),
+        any_order: false,
     };
     let selection = reads.selection;
     let decrypts = selection.file.decryption().is_some();

@@ -9,7 +9,7 @@
 
 mod buffers;
 mod lease;
-mod return_estimator;
+mod return_poll;
 mod share;
 
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use lease::{DownloadedBytes, StagingLease};
+pub use lease::{DownloadedBytes, StagingLease, Upload, upload_all};
 pub use share::Share;
 
 use crate::cancel::Cancel;
@@ -29,10 +29,11 @@ use crate::sys::process::PerProcess;
 use crate::sys::sync::{Mutex, MutexGuard, thread, unpoisoned};
 use crate::sys::to_usize;
 use buffers::{PoolBuffers, PoolState, PoolWaiter, StagingBuffer};
+use return_poll::MIN_SLEEP;
 
-/// Bytes that are allocated and pinned together. With this size, readers that allocate at the same
-/// time get their memory soonest; it is far below the size that drivers refuse to pin at once.
-const SLAB: usize = 32 << 20;
+/// Bytes that are allocated and pinned together, far below the size that drivers refuse to pin at
+/// once. Pinning takes longer than copying, so that the first copy would wait for a longer slab.
+const SLAB: usize = 8 << 20;
 /// Minimum number of buffers of a pool: one batch may need this many at once.
 pub const MIN_BUFFERS: usize = 4;
 /// Poll interval of a reader that waits for other readers, to notice that its call was cancelled.
@@ -67,7 +68,7 @@ pub struct QueueTicket<'p> {
 impl Pool {
     /// Creates a pool of at most `limit` buffers. `saturating` of them in flight saturate the bus.
     pub fn new(buffer_len: usize, limit: usize, saturating: usize) -> Self {
-        let slab = (SLAB / buffer_len.max(1)).clamp(1, 8);
+        let slab = SLAB.div_ceil(buffer_len.max(1)).clamp(1, 8);
         Pool { inner: PoolBuffers::new(buffer_len, limit), slab, saturating: saturating.max(1) }
     }
 
@@ -162,24 +163,16 @@ impl Pool {
         QueueTicket { pool: self, number, share }
     }
 
-    /// Takes buffers without waiting. None if too few are free, if the call's share is used up, or
+    /// Takes one buffer without waiting. None if none is free, if the call's share is used up, or
     /// if other threads are ahead in the queue.
-    pub fn try_lease(
-        &self,
-        buffers: usize,
-        share: Option<&Arc<Share>>,
-    ) -> Option<StagingLease<'_>> {
+    pub fn try_lease(&self, share: Option<&Arc<Share>>) -> Option<StagingLease<'_>> {
         let mut state = self.state();
         let waits = state.ahead(None, share) > 0 || state.reap().is_err();
-        if waits || share.is_some_and(|share| !share.allows(buffers)) {
+        if waits || share.is_some_and(|share| !share.allows(1)) {
             return None;
         }
-        let taken_buffers = state.take(buffers)?;
-        Some(StagingLease::new(
-            &self.inner,
-            taken_buffers,
-            share.map(|share| share.reserve(buffers)),
-        ))
+        let buffers = state.take(1)?;
+        Some(StagingLease::new(&self.inner, buffers, share.map(|share| share.reserve(1))))
     }
 
     /// Allocates more buffers; false if the limit is reached. A single request beyond the limit is
@@ -243,7 +236,8 @@ fn limit() -> Result<u64> {
 /// Returns the bytes of a staging buffer.
 ///
 /// The default is long enough that starting a copy costs little in comparison (a bus of 55 GB/s
-/// takes 76 µs for 4 MiB). It is short enough that the buffers in use stay in a processor's
+/// takes 38 µs for 2 MiB), and for a piece of an encrypted tensor at any position within a disk
+/// block. It is short enough that the buffers in use stay in a processor's
 /// last-level cache. The length is a multiple of the block of direct reads.
 pub fn buffer_len() -> Result<usize> {
     let kib = STAGING_KB.value()? & !3;
@@ -290,7 +284,7 @@ impl<'p> QueueTicket<'p> {
                 // Free buffers first: checking those in flight costs driver calls.
                 let has = || share.is_none_or(|share| share.allows(buffers));
                 let lacks = state.free.len() < buffers || !has();
-                if ahead == 0 && lacks && !state.return_estimator.is_early() {
+                if ahead == 0 && lacks && state.return_poll.wait().is_zero() {
                     state.reap_on(device)?;
                 }
                 let has = has();
@@ -309,7 +303,7 @@ impl<'p> QueueTicket<'p> {
                 let rest = if ahead > 0 || under_way == 0 {
                     QUEUE_POLL
                 } else {
-                    state.return_estimator.poll_delay()
+                    state.return_poll.wait().max(MIN_SLEEP)
                 };
                 drop(state);
                 if has && wanted && pool.grow(buffers, share.map(Arc::as_ref), device)? {

@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use super::upload_queue::UploadQueue;
 use super::{
     BatchMemory, CommittedBatch, Destination, Facts, Fit, Idle, ReadFacts, SegmentBytes,
     batch_limits,
@@ -19,11 +20,14 @@ use crate::engine::plan::{
 };
 use crate::error::{Error, Result};
 use crate::fallible::try_zeroed;
-use crate::mem::device::{DeviceBlocks, Event, Streams};
-use crate::mem::pinned::{self, Pool, QueueTicket, Share};
+use crate::mem::device::{DeviceBlocks, Streams};
+use crate::mem::pinned::{self, Pool, QueueTicket, Share, Upload};
 use crate::mem::{Buffers, SliceRemainder, as_uninit};
 use crate::memory_limit::LoadNeeds;
 use crate::sys::to_usize;
+
+/// Staging buffers that keep a bus busy, however few readers fill them.
+const BUSY: u64 = 16;
 
 /// The route to one device: its streams and its staging buffers.
 pub struct StagedDevice<'d> {
@@ -32,7 +36,15 @@ pub struct StagedDevice<'d> {
     /// Its staging buffers.
     pub pool: &'d Pool,
     /// The load's limit on these buffers; None if it has none.
-    pub share: Option<Arc<Share>>,
+    share: Option<Arc<Share>>,
+    uploads: UploadQueue<'d>,
+}
+
+impl<'d> StagedDevice<'d> {
+    /// Creates the route.
+    pub fn new(streams: &'d Streams, pool: &'d Pool) -> Self {
+        StagedDevice { streams, pool, share: None, uploads: UploadQueue::new(streams) }
+    }
 }
 
 /// Device memory for the tensors of a load.
@@ -47,6 +59,10 @@ pub struct DeviceDestination<'d> {
     pub devices: Vec<StagedDevice<'d>>,
     /// The index of the route to each block; may be empty if there is one route.
     pub device_of_block: &'d [usize],
+    /// True if the events at the ends of copies are needed: tensors are handed out one by one.
+    pub in_order: bool,
+    /// True if batches may be read in another order: see [`Destination::full_devices`].
+    pub any_order: bool,
 }
 
 impl<'d> DeviceDestination<'d> {
@@ -64,12 +80,21 @@ impl<'d> DeviceDestination<'d> {
         self.devices.iter().map(|device| device.pool.buffer_len()).min().unwrap_or(1)
     }
 
-    /// Returns the route of a batch.
-    fn device_for(&self, batch: &Batch) -> Result<&StagedDevice<'d>> {
+    /// Returns the length of an encrypted piece, which no buffer is shorter than, except in tests.
+    fn unit(&self) -> u64 {
+        PIECE_LEN.min(self.buffer_len() as u64).max(1)
+    }
+
+    /// Returns the index of a batch's route.
+    fn route(&self, batch: &Batch) -> usize {
         let place = batch.segments.iter().find_map(|segment| segment.place);
         let location = place.and_then(|place| place.tensor.of(self.locations).ok());
         let device = location.and_then(|location| self.device_of_block.get(location.block));
-        let device = self.devices.get(device.copied().unwrap_or(0));
+        device.copied().unwrap_or(0)
+    }
+
+    fn device(&self, route: usize) -> Result<&StagedDevice<'d>> {
+        let device = self.devices.get(route);
         device.ok_or_else(|| Error::Bug("a batch for no device".to_owned()))
     }
 
@@ -93,11 +118,15 @@ impl<'d> DeviceDestination<'d> {
         Ok(offset.map(|offset| BlockLocation { block, offset }))
     }
 
-    /// Limits the staging buffers of the load. Without a memory limit a short load pins only as many
-    /// as hold its bytes, and one more: pinning takes longer than copying.
-    fn limit(&mut self, read: &ReadFacts<'_>, staging: u64) {
+    /// Limits the staging buffers of the load, as pinning takes longer than copying. Without a
+    /// memory limit it pins two for each reader of local files: one is filled while the other is
+    /// copied. A short load pins only as many as hold its bytes, and one more.
+    fn limit(&mut self, read: &ReadFacts<'_>, readers: usize, staging: u64) {
         let buffer = self.buffer_len() as u64;
-        let of_total = (read.total.div_ceil(buffer) + 1).max(pinned::min_buffers(buffer));
+        let servers = read.source.has_long_requests();
+        let two_each = if servers { u64::MAX } else { (2 * readers as u64).max(BUSY) };
+        let of_total = (read.total.div_ceil(buffer) + 1).min(two_each);
+        let of_total = of_total.max(pinned::min_buffers(buffer));
         let limited = read.memory.bytes().is_some();
         let most = if limited { staging / self.devices.len().max(1) as u64 } else { of_total };
         let most = to_usize(most);
@@ -115,10 +144,18 @@ impl<'d> Destination for DeviceDestination<'d> {
     type Bytes = StagedBytes<'d>;
 
     fn facts(&self) -> Facts {
-        // The length of an encrypted piece, or half a buffer if that is shorter.
-        let unit = PIECE_LEN.min(self.buffer_len() as u64 / 2).max(1);
         let nodes = self.devices.iter().map(|device| device.streams.device().numa_node());
-        Facts { unit, in_steps: false, nodes: nodes.collect() }
+        let device = match &*self.devices {
+            [one] => Some(Arc::clone(one.streams.device())),
+            _ => None,
+        };
+        Facts {
+            unit: self.unit(),
+            in_steps: false,
+            nodes: nodes.collect(),
+            spared_cores: (crate::cpu_count() / 4).min(4),
+            device,
+        }
     }
 
     /// Batches of one staging buffer. For servers, a batch has as many buffers as the source's
@@ -135,7 +172,7 @@ impl<'d> Destination for DeviceDestination<'d> {
             staging: Some((buffer, devices * pinned::min_buffers(buffer), most)),
         })?;
         let readers = read.readers.limited_to(shares.readers);
-        self.limit(read, shares.staging);
+        self.limit(read, readers.max, shares.staging);
         let (buffer, limit) = (self.buffer_len() as u64, self.buffers());
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
         let buffers = if read.source.has_long_requests() {
@@ -149,6 +186,7 @@ impl<'d> Destination for DeviceDestination<'d> {
         // Low enough that each reader finds another tensor to hash. None for sources that are read
         // front to back, and for servers.
         let any_order = read.source.max_readers > 1 && !read.source.has_long_requests();
+        self.any_order = any_order && self.devices.len() > 1;
         let max_unhashed = any_order.then_some(limit * buffer / (2 * readers.max.max(1)) as u64);
         let limits = batch_limits(len, read, shares.overhead);
         Ok(Fit { readers, limits, gather_bytes: shares.gather_bytes, max_unhashed })
@@ -158,8 +196,16 @@ impl<'d> Destination for DeviceDestination<'d> {
         Ok(())
     }
 
+    fn full_devices(&self) -> Vec<bool> {
+        let shares =
+            self.devices.iter().map(|device| device.share.as_ref()).filter(|_| self.any_order);
+        let full: Vec<bool> =
+            shares.map(|share| share.is_some_and(|share| !share.allows(1))).collect();
+        if full.contains(&false) { full } else { Vec::new() }
+    }
+
     fn enqueue(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
-        let device = self.device_for(batch)?;
+        let device = self.device(self.route(batch))?;
         Ok(device.pool.enqueue(device.share.as_ref()))
     }
 
@@ -171,15 +217,16 @@ impl<'d> Destination for DeviceDestination<'d> {
         idle: Idle<'_>,
         cancel: &dyn Cancel,
     ) -> Result<StagedBatch<'d>> {
-        let unit = to_usize(self.facts().unit);
+        let unit = to_usize(self.unit());
         let locate = |segment: &Segment, position| self.location(batch.file, segment, position);
-        let streams = self.device_for(&batch)?.streams;
+        let route = self.route(&batch);
+        let device = self.device(route)?.streams.device();
         let staging = plan_staging(&batch, self.buffer_len(), unit, locate)?;
         let overhead = staging.staged.iter().filter(|staged| staged.buffer.is_none());
         let overhead = overhead.map(|staged| staged.len).sum();
         let overhead = try_zeroed(overhead, "headers of tensors")?;
-        let lease = ticket.lease_with_idle_work(staging.buffers, streams.device(), idle, cancel)?;
-        Ok(StagedBatch { staging, streams, lease, overhead })
+        let lease = ticket.lease_with_idle_work(staging.buffers, device, idle, cancel)?;
+        Ok(StagedBatch { staging, route, lease, overhead })
     }
 
     fn commit(
@@ -189,40 +236,25 @@ impl<'d> Destination for DeviceDestination<'d> {
         _idle: Idle<'_>,
         cancel: &dyn Cancel,
     ) -> Result<CommittedBatch<StagedBytes<'d>>> {
-        let StagedBatch { staging, streams, mut lease, .. } = full;
-        let mut uploads = Vec::with_capacity(staging.copies.len());
-        // Blocks that were allocated together share one event.
-        let mut previous_uses: Vec<&Arc<dyn Event>> = Vec::new();
+        let StagedBatch { staging, route, lease, .. } = full;
+        let mut upload = Upload { lease, copies: Vec::new(), after: Vec::new() };
         for copy in &staging.copies {
             let block = self.memory.get(copy.block, cancel)?;
-            if let Some(after) = &block.after
-                && !previous_uses.iter().any(|listed| Arc::ptr_eq(listed, after))
-            {
-                previous_uses.push(after);
-            }
-            uploads.push(((copy.buffer, copy.at, copy.len), &block.memory, copy.offset));
+            let last = upload.after.last();
+            let new = block.after.as_ref().filter(|new| last.is_none_or(|l| !Arc::ptr_eq(l, new)));
+            upload.after.extend(new);
+            upload.copies.push(((copy.buffer, copy.at, copy.len), &block.memory, copy.offset));
         }
-        let _entered = streams.device().enter()?;
-        let stream = streams.next()?;
-        for event in previous_uses {
-            // An event that has passed costs later batches no driver call.
-            if !event.passed()? {
-                event.delay_stream(stream.handle())?;
-            }
+        let uploads = &self.device(route)?.uploads;
+        if !keep && !self.in_order {
+            uploads.add(upload)?;
+            return Ok(CommittedBatch { bytes: Vec::new(), copy_events: Vec::new() });
         }
-        lease.upload_batch(stream, &uploads)?;
-        let copy_event = match lease.record_end() {
-            Ok(copy_event) => copy_event,
-            Err(_) => {
-                stream.finish()?;
-                None
-            }
-        };
-        let copy_events = copy_event.into_iter().collect();
+        let copy_events = uploads.submit_now(&mut upload)?.into_iter().collect();
         if !keep {
             return Ok(CommittedBatch { bytes: Vec::new(), copy_events });
         }
-        let lease = Arc::new(lease);
+        let lease = Arc::new(upload.lease);
         let retained = staging
             .staged
             .into_iter()
@@ -234,49 +266,33 @@ impl<'d> Destination for DeviceDestination<'d> {
 /// Staging buffers that hold a batch.
 pub struct StagedBatch<'d> {
     staging: StagingPlan,
-    /// The streams of its device.
-    streams: &'d Streams,
+    /// The index of its device's route.
+    route: usize,
     lease: pinned::StagingLease<'d>,
     /// Memory for bytes that are not copied to the device.
     overhead: Box<[u8]>,
 }
 
-impl StagedBatch<'_> {
-    /// Returns the memory of all staged bytes, in order.
-    fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
-        let bug = || Error::Bug("staged bytes without memory".to_owned());
-        let mut buffers: Vec<SliceRemainder<'_, u8>> =
-            self.lease.buffers().into_iter().map(SliceRemainder::new).collect();
-        let mut overhead = SliceRemainder::new(&mut self.overhead);
-        let mut memory = Vec::with_capacity(self.staging.staged.len());
-        for staged in &self.staging.staged {
-            memory.push(match staged.buffer {
-                Some(buffer) => {
-                    buffers.get_mut(buffer).ok_or_else(bug)?.cut(staged.at, staged.len)?
-                }
-                None => overhead.next(staged.len)?,
-            });
-        }
-        Ok(memory)
-    }
-}
-
 impl BatchMemory for StagedBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
         let mut buffers = Buffers::default();
-        self.memory()?.into_iter().for_each(|bytes| buffers.push(as_uninit(bytes)));
+        self.chunks()?.into_iter().for_each(|chunk| buffers.push(as_uninit(chunk.bytes)));
         read(0, &mut buffers)
     }
 
     fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>> {
-        let kinds: Vec<SegmentKind> =
-            self.staging.staged.iter().map(|staged| staged.kind).collect();
-        let memory = self.memory()?;
-        Ok(kinds
-            .into_iter()
-            .zip(memory)
-            .map(|(kind, bytes)| SegmentBytes { kind, bytes })
-            .collect())
+        let bug = || Error::Bug("staged bytes without memory".to_owned());
+        let mut buffers: Vec<SliceRemainder<'_, u8>> =
+            self.lease.buffers().into_iter().map(SliceRemainder::new).collect();
+        let mut overhead = SliceRemainder::new(&mut self.overhead);
+        let chunk = |&StagedSegment { kind, buffer, at, len }: &StagedSegment| {
+            let bytes = match buffer {
+                Some(buffer) => buffers.get_mut(buffer).ok_or_else(bug)?.cut(at, len)?,
+                None => overhead.next(len)?,
+            };
+            Ok(SegmentBytes { kind, bytes })
+        };
+        self.staging.staged.iter().map(chunk).collect()
     }
 }
 

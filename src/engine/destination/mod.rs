@@ -6,17 +6,17 @@ pub mod direct_storage;
 pub mod gather;
 pub mod host;
 mod scratch;
+mod upload_queue;
 
 use std::sync::Arc;
 
 use crate::cancel::Cancel;
-use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, BatchLimits, SegmentKind};
+use crate::engine::plan::{Batch, BatchLimits, Extent, SegmentKind};
 use crate::engine::workers::WorkerRange;
 use crate::error::Result;
 use crate::io::Capabilities;
 use crate::mem::Buffers;
-use crate::mem::device::Event;
+use crate::mem::device::{Device, Event};
 use crate::memory_limit::MemoryLimit;
 
 /// Memory that is filled by a read, batch by batch.
@@ -33,12 +33,23 @@ pub trait Destination: Sync {
     /// Returns what does not depend on the read.
     fn facts(&self) -> Facts;
 
+    /// Returns how many bytes of these extents are there already, before anything is read.
+    fn present(&self, _extents: &[Extent]) -> u64 {
+        0
+    }
+
     /// Adapts itself to a read and to its memory limit. An error if the limit is too low for one
     /// reader.
     fn fit(&mut self, read: &ReadFacts<'_>) -> Result<Fit>;
 
     /// Plans a batch. Batches for one device come in the order of their files and positions.
     fn plan(&mut self, batch: &Batch) -> Result<Self::BatchPlan>;
+
+    /// Returns for each device whether its memory is used up now while another's is not: batches
+    /// for the others are better read first. May be empty if none is.
+    fn full_devices(&self) -> Vec<bool> {
+        Vec::new()
+    }
 
     /// Takes a position in the queue for the memory of a batch.
     fn enqueue(&self, batch: &Batch) -> Result<Self::Ticket>;
@@ -85,6 +96,11 @@ pub struct Facts {
     pub in_steps: bool,
     /// The NUMA node of the staging memory of each device, where it is known.
     pub nodes: Vec<Option<usize>>,
+    /// Cores that are not for readers, but for copies to devices.
+    pub spared_cores: usize,
+    /// The device, if there is only one: readers enter it once. The sources that several readers
+    /// read call no foreign code, which is not to run meanwhile.
+    pub device: Option<Arc<dyn Device>>,
 }
 
 /// The facts of a read that its destination adapts to.
@@ -146,14 +162,5 @@ fn batch_limits(len: u64, read: &ReadFacts<'_>, overhead: u64) -> BatchLimits {
         block: 1,
         separate_len: u64::MAX,
         overhead,
-    }
-}
-
-/// Returns the unit in which data are cut.
-pub fn unit(decrypts: bool, uncut: bool) -> u64 {
-    match (uncut, decrypts) {
-        (true, _) => u64::MAX,
-        (false, true) => PIECE_LEN,
-        (false, false) => 1,
     }
 }

@@ -16,7 +16,8 @@ pub fn partition_by_device(
     if devices <= 1 {
         return Ok(partition_by_class(extents, limits, class_of));
     }
-    let mut all: Vec<(u64, Batch)> = Vec::new();
+    // Each batch with the fraction of its device's bytes that comes before it, in units of 2⁻³².
+    let mut all: Vec<(u128, Batch)> = Vec::new();
     for device in 0..devices {
         let own = (0..).map(ExtentNumber).zip(extents);
         let own = own.filter(|&(number, _)| device_of(number) == device);
@@ -26,10 +27,13 @@ pub fn partition_by_device(
         let total = batches.iter().map(Batch::len).fold(0, u64::saturating_add);
         let mut before = 0u64;
         for mut batch in batches {
-            let share = fraction_of(before, total);
+            let share = (u128::from(before) << 32) / u128::from(total.max(1));
             before = before.saturating_add(batch.len());
-            for segment in &mut batch.segments {
-                renumber(segment, &numbers)?;
+            for Segment { kind, .. } in &mut batch.segments {
+                // The number so far is an index into `own`.
+                if let SegmentKind::Header { extent } | SegmentKind::Data { extent, .. } = kind {
+                    *extent = *extent.of(&numbers)?;
+                }
             }
             all.push((share, batch));
         }
@@ -37,20 +41,6 @@ pub fn partition_by_device(
     // Stable: batches of one device stay in their order.
     all.sort_by_key(|(share, _)| *share);
     Ok(all.into_iter().map(|(_, batch)| batch).collect())
-}
-
-/// Returns `part / total` as a fixed-point number with 32 fractional bits.
-fn fraction_of(part: u64, total: u64) -> u64 {
-    let share = (u128::from(part) << 32) / u128::from(total.max(1));
-    u64::try_from(share).unwrap_or(u64::MAX)
-}
-
-/// Replaces the number of a segment's extent, an index into `own`, by its number among all extents.
-fn renumber(segment: &mut Segment, own: &[ExtentNumber]) -> Result<()> {
-    if let SegmentKind::Header { extent } | SegmentKind::Data { extent, .. } = &mut segment.kind {
-        *extent = *extent.of(own)?;
-    }
-    Ok(())
 }
 
 #[cfg(all(test, not(feature = "models")))]

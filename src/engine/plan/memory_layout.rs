@@ -105,49 +105,45 @@ impl MemoryLayout {
     pub fn one_block_each(lens: impl Iterator<Item = u64>) -> Option<Self> {
         let mut layout = MemoryLayout::default();
         for len in lens {
-            layout.add_own_block(len)?;
+            layout.add_own_block(len);
         }
         Some(layout)
     }
 
-    fn add_own_block(&mut self, len: u64) -> Option<usize> {
+    fn add_own_block(&mut self, len: u64) -> usize {
         let block = self.blocks.len();
         self.blocks.push(BlockLayout { len, image: None });
         self.locations.push(BlockLocation { block, offset: 0 });
-        Some(block)
+        block
     }
 
     fn add_large(&mut self, extent: &Extent, len: u64, large: LargeTensors) -> Option<()> {
         if large == LargeTensors::OwnBlocks {
-            self.add_own_block(len)?;
+            self.add_own_block(len);
             return Some(());
         }
         let block = *self.large_block.get_or_insert(self.blocks.len());
         if block == self.blocks.len() {
             self.blocks.push(BlockLayout { len: 0, image: None });
         }
-        let end = &mut self.blocks.get_mut(block)?.len;
-        let aligned = end.checked_next_multiple_of(ALIGNMENT as u64)?;
-        let offset = like_file(aligned, extent.data_offset)?;
-        *end = offset.checked_add(len)?;
-        self.locations.push(BlockLocation { block, offset });
-        Some(())
+        self.append(block, len, |aligned| like_file(aligned, extent.data_offset))
     }
 
     fn add_small(&mut self, len: u64) -> Option<()> {
         let used = |block| self.blocks.get(block).map_or(u64::MAX, |block: &BlockLayout| block.len);
         let fits = |block: &usize| used(*block).saturating_add(len) <= BLOCK_LEN - ALIGNMENT as u64;
         match self.small_block.filter(fits) {
-            Some(block) => self.append(block, len)?,
-            None => self.small_block = Some(self.add_own_block(len)?),
+            Some(block) => return self.append(block, len, Some),
+            None => self.small_block = Some(self.add_own_block(len)),
         }
         Some(())
     }
 
-    /// Appends a tensor to a block, aligned like torch's own allocations.
-    fn append(&mut self, block: usize, len: u64) -> Option<()> {
+    /// Appends a tensor to a block, where `place` says from a position on that is aligned like
+    /// torch's own allocations.
+    fn append(&mut self, block: usize, len: u64, place: impl Fn(u64) -> Option<u64>) -> Option<()> {
         let end = &mut self.blocks.get_mut(block)?.len;
-        let offset = end.checked_next_multiple_of(ALIGNMENT as u64)?;
+        let offset = place(end.checked_next_multiple_of(ALIGNMENT as u64)?)?;
         *end = offset.checked_add(len)?;
         self.locations.push(BlockLocation { block, offset });
         Some(())

@@ -210,13 +210,9 @@ pub fn partition_by_class(
         while start < extent.data_len {
             let position = extent.data_offset + start;
             let open = partitioner.open_batch.get_or_insert_with(|| at(position));
-            let len = partitioner.limits.cut_len(
-                partitioner.max_len,
-                open.len(),
-                extent.data_len,
-                extent.data_len - start,
-            );
-            let len = partitioner.limits.round_to_block(position, len, extent.data_len - start);
+            let (all, rest) = (extent.data_len, extent.data_len - start);
+            let len = partitioner.limits.cut_len(partitioner.max_len, open.len(), all, rest);
+            let len = partitioner.limits.round_to_block(position, len, rest);
             open.push(SegmentKind::Data { extent: number, start }, len);
             start += len;
             if start < extent.data_len {

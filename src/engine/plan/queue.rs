@@ -3,8 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::error::Result;
-use crate::sys::sync::Mutex;
-use crate::sys::sync::unpoisoned;
+use crate::sys::sync::{Mutex, unpoisoned};
 
 /// Work in contiguous shares, so that each reader reads a contiguous part of the file. The kernel
 /// then reads ahead for each reader: with a cold cache, this was a third faster than one share for
@@ -48,21 +47,20 @@ impl<T> WorkQueue<T> {
     pub fn next(&self, reader: usize, mut put_off: impl FnMut(&T) -> bool) -> Option<T> {
         let mut shares = unpoisoned(self.shares.lock());
         // With one share, all readers take from it in turn.
-        let own = if shares.len() == 1 { 0 } else { reader };
         if let [share] = shares.as_mut_slice() {
             let first = share.iter().position(|work| !put_off(work)).unwrap_or(0);
             return share.remove(first);
         }
-        if own >= shares.len() {
-            shares.resize_with(own + 1, VecDeque::new);
+        if reader >= shares.len() {
+            shares.resize_with(reader + 1, VecDeque::new);
         }
-        if let Some(work) = shares.get_mut(own).and_then(VecDeque::pop_front) {
+        if let Some(work) = shares.get_mut(reader).and_then(VecDeque::pop_front) {
             return Some(work);
         }
         let longest = shares.iter_mut().max_by_key(|share| share.len())?;
         let mut rest = longest.split_off(longest.len() / 2);
         let work = rest.pop_front();
-        if let Some(own) = shares.get_mut(own).filter(|_| !rest.is_empty()) {
+        if let Some(own) = shares.get_mut(reader).filter(|_| !rest.is_empty()) {
             *own = rest;
         }
         work

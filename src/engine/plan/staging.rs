@@ -4,6 +4,7 @@
 use super::memory_layout::BlockLocation;
 use super::partition::{Batch, Segment, SegmentKind};
 use crate::error::{Error, Result};
+use crate::sys::to_usize;
 
 /// Bytes that stay together in one staging buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,20 +62,19 @@ pub fn plan_staging(
     unit: usize,
     locate: impl Fn(&Segment, u64) -> Result<Option<BlockLocation>>,
 ) -> Result<StagingPlan> {
-    let size = |n: u64| usize::try_from(n).map_err(|_| Error::Bug(format!("{n} bytes")));
     let mut builder = StagingBuilder { staging: StagingPlan::default(), buffer_len, end: 0 };
     let mut position = batch.offset;
     for segment in &batch.segments {
-        let len = size(segment.len)?;
+        let len = to_usize(segment.len);
         match locate(segment, position)? {
             None => {
                 let staged = StagedSegment { kind: segment.kind, buffer: None, at: 0, len };
                 builder.staging.staged.push(staged);
             }
             Some(BlockLocation { block, offset }) => {
-                let offset = size(offset)?;
+                let offset = to_usize(offset);
                 let (start, unit) = match segment.kind {
-                    SegmentKind::Data { start, .. } => (size(start)?, unit),
+                    SegmentKind::Data { start, .. } => (to_usize(start), unit),
                     // A header is never cut.
                     _ => (0, buffer_len),
                 };
@@ -82,15 +82,10 @@ pub fn plan_staging(
                 let mut done = 0;
                 while done < len {
                     let now = (unit - (start + done) % unit).min(len - done);
-                    let in_block = size((position + done as u64) % BLOCK as u64)?;
+                    let in_block = to_usize((position + done as u64) % BLOCK as u64);
                     let like = (blocks && in_block + now <= buffer_len).then_some(in_block);
-                    builder.add(
-                        segment.kind.later(done as u64),
-                        now,
-                        block,
-                        offset + done,
-                        like,
-                    )?;
+                    let kind = segment.kind.later(done as u64);
+                    builder.add(kind, now, block, offset + done, like)?;
                     done += now;
                 }
             }

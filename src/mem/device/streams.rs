@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::{Consumer, Device, DeviceMemory, Event, Stream};
+use super::{Consumer, Device, DeviceMemory, Stream};
 use crate::environment::STREAMS;
 use crate::error::{Error, Result};
 
@@ -48,11 +48,6 @@ impl Streams {
     /// everything begun since.
     pub fn finish(&self) -> Result<()> {
         self.streams.iter().try_for_each(|stream| stream.finish())
-    }
-
-    /// Records events after everything that was begun.
-    pub fn marks(&self) -> Result<Vec<Arc<dyn Event>>> {
-        self.streams.iter().map(|stream| stream.record()).collect()
     }
 
     /// Makes the consumers' streams wait for everything that was begun. If one fails, none is

@@ -6,12 +6,12 @@ use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::return_estimator::ReturnEstimator;
+use super::return_poll::ReturnPoll;
 use super::share::{Share, ShareReservation};
 use crate::error::Result;
-use crate::mem::arena::Arena;
 use crate::mem::device::{Device, Event};
-use crate::mem::numa;
+use crate::mem::mapping::Mapping;
+use crate::sys::numa::prefer_node;
 use crate::sys::process::DropInOwner;
 use crate::sys::sync::thread::Thread;
 use crate::sys::sync::{Mutex, MutexGuard, unpoisoned};
@@ -66,8 +66,8 @@ pub struct PoolState {
     pub last_ticket: u64,
     /// True if some buffers could not be pinned.
     pub pageable: bool,
-    /// Estimates when buffers return.
-    pub return_estimator: ReturnEstimator,
+    /// Tells when to look for buffers whose copies have ended.
+    pub return_poll: ReturnPoll,
 }
 
 /// A thread that waits for buffers.
@@ -133,24 +133,25 @@ unsafe impl Sync for Slab {}
 
 /// Memory and its pinning, which ends before the memory is freed.
 struct PinnedMemory {
-    arena: Arena,
+    mapping: Mapping,
     pinned_by: Option<Arc<dyn Device>>,
 }
 
 impl Slab {
     fn new(len: usize, device: &Arc<dyn Device>) -> Result<Self> {
-        let mut arena = Arena::mapped(len)?;
+        let mut mapping = Mapping::new(len)?;
         // If a child process shared these pages, the next write to one would copy it
         // (copy-on-write). The device would go on with the old page, which is then the child's.
-        arena.leave_out_of_forks();
-        // Before the first touch, which decides the node of a page.
-        numa::place_on_node(arena.bytes_mut(), device.numa_node());
-        // All accesses to the bytes go through this pointer: another one taken from the arena would
+        mapping.leave_out_of_forks();
+        // Before the first touch, which decides the node of a page. If that is not possible, the
+        // memory comes from any node.
+        let _ = device.numa_node().map(|node| prefer_node(mapping.bytes_mut(), node));
+        // All accesses to the bytes go through this pointer: another one taken from the mapping would
         // invalidate it (aliasing).
-        let start = NonNull::from(arena.bytes_mut()).cast::<u8>();
+        let start = NonNull::from(mapping.bytes_mut()).cast::<u8>();
         // SAFETY: unpinned before the memory is freed (`PinnedMemory::drop`).
         let pinned_by = unsafe { device.pin(start.as_ptr(), len) }.then(|| Arc::clone(device));
-        Ok(Slab { start, memory: DropInOwner::new(PinnedMemory { arena, pinned_by }) })
+        Ok(Slab { start, memory: DropInOwner::new(PinnedMemory { mapping, pinned_by }) })
     }
 
     /// The address of the first byte, by which slabs are told apart.
@@ -169,7 +170,7 @@ impl Drop for PinnedMemory {
         if let Some(device) = &self.pinned_by {
             // SAFETY: pinned when it was made, and no buffer is left from which a copy could be
             // under way: buffers are kept until an event shows that the copy has ended.
-            unsafe { device.unpin(self.arena.bytes_mut().as_mut_ptr()) };
+            unsafe { device.unpin(self.mapping.bytes_mut().as_mut_ptr()) };
         }
     }
 }
@@ -203,9 +204,8 @@ impl PoolState {
                 }
             }
         }
-        if self.free.len() > free {
-            self.return_estimator.record(self.free.len() - free, !self.in_flight.is_empty());
-        }
+        let in_flight = self.in_flight.iter().map(|flight| flight.buffers.len()).sum();
+        self.return_poll.record(self.free.len() - free, in_flight);
         outcome
     }
 

@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
+use super::MIN_SLEEP;
 use super::buffers::{InFlightBuffers, PoolBuffers, StagingBuffer};
-use super::return_estimator::MIN_SLEEP;
 use super::share::ShareReservation;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -77,28 +77,6 @@ impl<'p> StagingLease<'p> {
         }
     }
 
-    /// Begins copies, which may run in any order: bytes of a buffer to an offset of a device's
-    /// memory. From now on, all copies of this lease must be on this stream.
-    pub fn upload_batch(
-        &mut self,
-        stream: &Arc<dyn Stream>,
-        uploads: &[((usize, usize, usize), &DeviceMemory, usize)],
-    ) -> Result<()> {
-        if uploads.is_empty() {
-            return Ok(());
-        }
-        let copies = uploads.iter().map(|&((buffer, at, len), to, offset)| {
-            let from = self.range(buffer, at, len)?.cast_const();
-            let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
-            Ok(HostToDeviceCopy { to, from, len })
-        });
-        let copies = copies.collect::<Result<Vec<_>>>()?;
-        self.begin(stream)?;
-        // SAFETY: the host's ranges are in buffers, which are not touched and not given away before
-        // an event has passed (`buffers`, `drop`); the device's are what `DeviceMemory` promises.
-        unsafe { stream.upload_batch(&copies) }
-    }
-
     /// Begins to copy from `offset` of a device's memory into a buffer.
     pub fn download(
         &mut self,
@@ -111,26 +89,23 @@ impl<'p> StagingLease<'p> {
         let from = from.at(offset, len).ok_or_else(|| out_of_range(from, offset, len))?;
         self.begin(stream)?;
         self.filling = true;
-        // SAFETY: as for `upload_batch`.
+        // SAFETY: as for `upload_all`.
         unsafe { stream.download(to, from, len) }
     }
 
     /// Marks the end of this lease's copies, so that [`StagingLease::wait`] waits for no later
-    /// copies of the stream. Returns the event at their end; None if there are no copies.
-    pub fn record_end(&mut self) -> Result<Option<Arc<dyn Event>>> {
+    /// copies of the stream.
+    pub fn record_end(&mut self) -> Result<()> {
         if let Some(stream) = &self.stream {
             self.event = Some(stream.record()?);
         }
-        Ok(self.event.clone())
+        Ok(())
     }
 
     /// Waits for the copies that were begun.
     pub fn wait(&mut self, cancel: &dyn Cancel) -> Result<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
-        let event = match self.event.take() {
-            Some(event) => event,
-            None => stream.record()?,
-        };
+        let event = self.event.take().map_or_else(|| stream.record(), Ok)?;
         while !event.passed()? {
             cancel.check()?;
             thread::park_timeout(MIN_SLEEP);
@@ -152,6 +127,51 @@ impl<'p> StagingLease<'p> {
         let (buffers, reservation) = (std::mem::take(&mut self.buffers), self.reservation.take());
         Ok(DownloadedBytes { pool: self.pool, buffers, len, reservation })
     }
+}
+
+/// A lease whose buffers are filled, and the copies from them to a device.
+pub struct Upload<'d> {
+    /// The lease.
+    pub lease: StagingLease<'d>,
+    /// The bytes of each copy (buffer, position, length), and the memory and offset that they go
+    /// to.
+    pub copies: Vec<((usize, usize, usize), &'d DeviceMemory, usize)>,
+    /// The ends of earlier uses of that memory, which the copies wait for.
+    pub after: Vec<&'d Arc<dyn Event>>,
+}
+
+/// Begins the copies of several leases, which may run in any order. From now on, all copies of
+/// these leases must be on this stream. Returns the event at their end, one for all; None if there
+/// are no copies, or if the event cannot be recorded, which waits for them.
+pub fn upload_all(
+    uploads: &mut [Upload<'_>],
+    stream: &Arc<dyn Stream>,
+) -> Result<Option<Arc<dyn Event>>> {
+    let mut all = Vec::new();
+    for Upload { lease, copies, .. } in &mut *uploads {
+        for &((buffer, at, len), to, offset) in &*copies {
+            let from = lease.range(buffer, at, len)?.cast_const();
+            let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
+            all.push(HostToDeviceCopy { to, from, len });
+        }
+        if !copies.is_empty() {
+            lease.begin(stream)?;
+        }
+    }
+    if all.is_empty() {
+        return Ok(None);
+    }
+    // SAFETY: the host's ranges are in buffers, which are not touched and not given away before an
+    // event has passed (`buffers`, `drop`); the device's are what `DeviceMemory` promises.
+    unsafe { stream.upload_batch(&all)? };
+    let Ok(event) = stream.record() else {
+        stream.finish()?;
+        return Ok(None);
+    };
+    for Upload { lease, .. } in uploads.iter_mut().filter(|upload| !upload.copies.is_empty()) {
+        lease.event = Some(Arc::clone(&event));
+    }
+    Ok(Some(event))
 }
 
 /// Bytes that came from a device. Nothing writes to them as long as this value lives.
@@ -192,9 +212,8 @@ impl Drop for StagingLease<'_> {
         // The event is recorded before the lock is taken, as recording may take long.
         let ended = match (self.stream.take(), self.event.take()) {
             (None, _) => Ok(None),
-            (Some(stream), Some(event)) => Ok(Some((event, stream.handle()))),
-            (Some(stream), None) => stream
-                .record()
+            (Some(stream), event) => event
+                .map_or_else(|| stream.record(), Ok)
                 .map(|event| Some((event, stream.handle())))
                 .or_else(|_| stream.finish().map(|()| None)),
         };
@@ -202,13 +221,8 @@ impl Drop for StagingLease<'_> {
         match ended {
             Ok(None) => state.free.extend(buffers),
             Ok(Some((event, stream))) => {
-                let reservation = self.reservation.take();
-                state.in_flight.push_back(InFlightBuffers {
-                    event,
-                    stream,
-                    buffers,
-                    _reservation: reservation,
-                })
+                let _reservation = self.reservation.take();
+                state.in_flight.push_back(InFlightBuffers { event, stream, buffers, _reservation })
             }
             Err(_) => state.leak(buffers),
         }

@@ -5,7 +5,6 @@
 // Atomics of the standard library: the counters of the test are no part of the model.
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-use super::return_estimator::MIN_SLEEP;
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;
@@ -135,7 +134,9 @@ fn buffers_come_back_after_their_copies() {
                         let mut lease = pool.enqueue(share).lease(1, device, &Never).unwrap();
                         lease.buffers().into_iter().for_each(|buffer| buffer.fill(number + 1));
                         let at = usize::from(number) * LEN;
-                        lease.upload_batch(stream, &[((0, 0, LEN), memory, at)]).unwrap();
+                        let copies = vec![((0, 0, LEN), memory, at)];
+                        let upload = Upload { lease, copies, after: Vec::new() };
+                        upload_all(&mut [upload], stream).unwrap();
                     }
                 });
             }

@@ -36,7 +36,7 @@ impl Share {
         reserved == 0 || reserved.saturating_add(buffers) <= self.max_buffers
     }
 
-    /// Counts buffers as held. Called under the lock of the pool, after [`Share::has`].
+    /// Counts buffers as held. Called under the lock of the pool, after [`Share::allows`].
     pub fn reserve(self: &Arc<Self>, buffers: usize) -> ShareReservation {
         self.reserved.fetch_add(buffers, Ordering::Relaxed);
         ShareReservation { share: Arc::clone(self), buffers }

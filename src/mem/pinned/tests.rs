@@ -15,6 +15,18 @@ fn device(faults: InjectedFaults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
     (Arc::clone(&fake), fake)
 }
 
+/// Begins the copy of some bytes of a lease.
+fn upload<'d>(
+    lease: StagingLease<'d>,
+    stream: &Arc<dyn crate::mem::device::Stream>,
+    from: (usize, usize, usize),
+    (to, offset): (&'d DeviceMemory, usize),
+) -> Upload<'d> {
+    let mut upload = Upload { lease, copies: vec![(from, to, offset)], after: Vec::new() };
+    upload_all(std::slice::from_mut(&mut upload), stream).unwrap();
+    upload
+}
+
 #[test]
 fn the_pool_grows_as_needed_and_releases_unused_memory() {
     let (fake, device) = device(InjectedFaults::default());
@@ -24,7 +36,7 @@ fn the_pool_grows_as_needed_and_releases_unused_memory() {
     assert_eq!(pool.size(), 8 * 4096);
     let second = pool.enqueue(None).lease(17, &device, &Never).unwrap();
     assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
-    assert!(pool.try_lease(1, None).is_none());
+    assert!(pool.try_lease(None).is_none());
     drop(second);
     // The first slab is still in use.
     assert_eq!(pool.release(), 12 * 4096);
@@ -73,8 +85,8 @@ fn buffers_are_reused_only_after_their_copies() {
     for number in 0..200usize {
         let mut lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
         lease.buffers()[0].fill(u8::try_from(number).unwrap());
-        lease.upload_batch(&stream, &[((0, 0, 256), &memory, number * 256)]).unwrap();
-        assert!(lease.buffers().is_empty(), "nobody touches what is being copied");
+        let mut upload = upload(lease, &stream, (0, 0, 256), (&memory, number * 256));
+        assert!(upload.lease.buffers().is_empty(), "nobody touches what is being copied");
     }
     stream.finish().unwrap();
     assert_eq!(fake.under_way(), 0);
@@ -92,11 +104,9 @@ fn a_reader_waits_for_the_bus_instead_of_taking_more_memory() {
     let memory = unsafe {
         DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), device_bytes.len())
     };
-    let mut lease = pool.enqueue(None).lease(SATURATING, &device, &Never).unwrap();
-    for buffer in 0..SATURATING {
-        lease.upload_batch(&stream, &[((buffer, 0, 64), &memory, buffer * 64)]).unwrap();
-    }
-    drop(lease);
+    let lease = pool.enqueue(None).lease(SATURATING, &device, &Never).unwrap();
+    let copies = (0..SATURATING).map(|buffer| ((buffer, 0, 64), &memory, buffer * 64)).collect();
+    upload_all(&mut [Upload { lease, copies, after: Vec::new() }], &stream).unwrap();
     let sizes = pool.size();
     assert!(pool.enqueue(None).lease(1, &device, &Never).is_ok());
     assert_eq!(pool.size(), sizes);
@@ -159,9 +169,8 @@ fn buffers_of_a_lost_device_are_never_reused() {
     // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
     // it until they end.
     let memory = unsafe { DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), 64) };
-    let mut lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
-    lease.upload_batch(&stream, &[((0, 0, 64), &memory, 0)]).unwrap();
-    drop(lease);
+    let lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
+    drop(upload(lease, &stream, (0, 0, 64), (&memory, 0)));
     let lost = pool.enqueue(None).lease(1, &device, &Never);
     assert!(matches!(lost, Err(Error::Device { .. })));
     // The next lease gets fresh memory.
@@ -246,8 +255,8 @@ fn a_call_without_remaining_share_blocks_no_other_call() {
     assert!(pool.enqueue(None).lease_with_idle_work(1, &device, &waits, &Never).is_ok());
     let other = Share::new(1);
     assert!(pool.enqueue(Some(&other)).lease_with_idle_work(1, &device, &waits, &Never).is_ok());
-    assert!(pool.try_lease(1, Some(&other)).is_some() && pool.try_lease(1, None).is_some());
-    assert!(pool.try_lease(1, Some(&share)).is_none(), "before those of its own call");
+    assert!(pool.try_lease(Some(&other)).is_some() && pool.try_lease(None).is_some());
+    assert!(pool.try_lease(Some(&share)).is_none(), "before those of its own call");
     drop(held);
     // The tickets of one call are served in order, also once its share allows more.
     assert!(next.lease_with_idle_work(1, &device, &waits, &Never).is_err());

@@ -76,12 +76,6 @@ impl Context {
         Err(Error::Device { device: self.name.clone(), what: what.to_owned() })
     }
 
-    /// Calls a function with the context as the current one.
-    pub fn with_current<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
-        let _entered = self.enter()?;
-        Ok(call())
-    }
-
     /// Makes the context the current one of this thread, until the result is dropped. A nested call
     /// costs nothing. No foreign code, such as a signal handler, may run meanwhile.
     pub fn enter(&self) -> Result<ContextScope> {

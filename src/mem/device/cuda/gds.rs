@@ -98,12 +98,10 @@ impl GdsFile {
             operations: std::ptr::null(),
         };
         let mut handle = std::ptr::null_mut();
-        let registered = context.with_current(|| {
-            // SAFETY: both live until the call returns; the descriptor is open as long as the
-            // handle, which is dropped first.
-            unsafe { (library.register)(&mut handle, &mut description) }
-        });
-        let registered = registered.ok()?;
+        let _entered = context.enter().ok()?;
+        // SAFETY: both live until the call returns; the descriptor is open as long as the handle,
+        // which is dropped first.
+        let registered = unsafe { (library.register)(&mut handle, &mut description) };
         let fits = registered.cufile == 0 && registered.driver == 0 && !handle.is_null();
         fits.then_some(GdsFile { context, library, handle, _file: file })
     }
@@ -113,11 +111,9 @@ impl DeviceFile for GdsFile {
     unsafe fn read(&self, to: usize, len: usize, offset: u64) -> io::Result<usize> {
         let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
         let to = std::ptr::with_exposed_provenance_mut(to);
-        let read = self.context.with_current(|| {
-            // SAFETY: the caller's promise about the device's memory; the handle is open.
-            unsafe { (self.library.read)(self.handle, to, len, offset, 0) }
-        });
-        let read = read.map_err(io::Error::other)?;
+        let _entered = self.context.enter().map_err(io::Error::other)?;
+        // SAFETY: the caller's promise about the device's memory; the handle is open.
+        let read = unsafe { (self.library.read)(self.handle, to, len, offset, 0) };
         usize::try_from(read).map_err(|_| match read {
             -1 => io::Error::last_os_error(),
             code => io::Error::other(format!("cuFile's error {}", code.unsigned_abs())),
@@ -127,7 +123,9 @@ impl DeviceFile for GdsFile {
 
 impl Drop for GdsFile {
     fn drop(&mut self) {
-        // SAFETY: the handle was registered when it was opened, and only this value has it.
-        let _ = self.context.with_current(|| unsafe { (self.library.deregister)(self.handle) });
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: the handle was registered when it was opened, and only this value has it.
+            unsafe { (self.library.deregister)(self.handle) };
+        }
     }
 }

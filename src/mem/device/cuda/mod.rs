@@ -7,7 +7,7 @@ mod gds;
 mod library;
 mod stream;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{Consumer, Device, DeviceScope, Event, Stream};
@@ -28,9 +28,9 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// Returns the device that torch calls `cuda:<index>`.
     pub fn get_or_open(index: u32) -> Result<Arc<dyn Device>> {
-        static DEVICES: ForkSafeMutex<Option<HashMap<u32, Arc<CudaDevice>>>> =
-            ForkSafeMutex::new(None);
-        let cached = DEVICES.lock().get_or_insert_default().get(&index).map(Arc::clone);
+        static DEVICES: ForkSafeMutex<BTreeMap<u32, Arc<CudaDevice>>> =
+            ForkSafeMutex::new(BTreeMap::new());
+        let cached = DEVICES.lock().get(&index).map(Arc::clone);
         if let Some(device) = cached {
             device.context.check_process()?;
             return Ok(device);
@@ -42,8 +42,7 @@ impl CudaDevice {
         let id = if NUMA.value()? == 0 { None } else { context.bus_id() };
         let node = id.and_then(|id| numa::node_of_pci(&id));
         let device = Arc::new(CudaDevice { context, streams, node });
-        let device =
-            Arc::clone(DEVICES.lock().get_or_insert_default().entry(index).or_insert(device));
+        let device = Arc::clone(DEVICES.lock().entry(index).or_insert(device));
         Ok(device)
     }
 }
