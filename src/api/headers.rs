@@ -10,7 +10,7 @@ use crate::codec::CompactHeader;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::{cipher, decryption_failed};
 use crate::codec::hash::Verify;
-use crate::engine::destination::host::HostDestination;
+use crate::engine::destination::host::{HostDestination, TensorMemory};
 use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{ExtentUse, ReadPlan};
 use crate::error::Result;
@@ -54,7 +54,8 @@ pub fn visit_headers(
         let codec = tensor_codec(&selection, Verify::Nothing, None, &on_header);
         let (options, counters) = (LoadOptions::default(), Counters::default());
         let run = Run::new(&options, &counters, cancel);
-        let to = (HostDestination::none(), None);
+        // Only headers are read.
+        let to = (HostDestination::new(TensorMemory::Lent(Vec::new()), Vec::new()), None);
         drain((&file.sources(), &plan), &codec, to, &run, &mut || Ok(false))?;
         Ok(selection.to_caller_order(codec.into_headers()?))
     })

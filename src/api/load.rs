@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::file::TensorFile;
 use super::headers::try_key;
-use super::host_memory::HostMemory;
+use super::host_memory::{HostMemory, MAPPED_FROM, used_in_place};
 use super::reads::{Reads, Run, To};
 use super::selection::Selection;
 use super::tensor::Tensor;
@@ -14,6 +14,7 @@ use crate::codec::CompactHeader;
 use crate::engine::destination::host::{HostDestination, TensorMemory};
 use crate::engine::load_options::LoadOptions;
 use crate::error::{Error, Result};
+use crate::format::catalog::Entry;
 use crate::mem::{SliceRemainder, as_uninit};
 use crate::stats::Counters;
 
@@ -38,11 +39,28 @@ pub fn load_counted(
     let selection = Selection::new(file, numbers)?;
     selection.check()?;
     let verify = file.compare_files(Some(&selection), options, cancel)?;
-    let map = options.map && !selection.is_sliced();
-    let options = &LoadOptions { map, verify, ..*options };
+    let options = &LoadOptions { verify, ..*options };
     file.with_intact_copies(|| {
-        let mut memory = HostMemory::new(&selection, options)?;
-        let headers = read_to_host(&selection, memory.lend()?, options, counters, cancel)?;
+        let in_place = used_in_place(&selection, options)?;
+        let mut memory = HostMemory::new(&selection, &in_place)?;
+        let is_read = |(entry, at): &(&&Entry, &Option<_>)| entry.whole.is_some() && at.is_none();
+        let read = selection.entries.iter().zip(&in_place).filter(is_read);
+        let is_local = file.sources().iter().all(|source| source.facts().is_local);
+        if options.map
+            && is_local
+            && read.map(|(entry, _)| entry.loaded_len()).sum::<u64>() >= MAPPED_FROM
+        {
+            counters.fallback(
+                "slices are read although mapping was asked for: in place are only slices that are \
+                 one aligned range of a file, overlap no other tensor, and are neither encrypted \
+                 nor verified",
+            );
+        }
+        // Whole tensors have their headers, and may be verified, in the mapping.
+        let entries = selection.entries.iter().zip(&in_place);
+        let unread = entries.map(|(entry, at)| entry.whole.is_some() && at.is_some()).collect();
+        let to = memory.lend()?;
+        let headers = read_to_host(&selection, unread, to, options, counters, cancel)?;
         file.agree(options, cancel)?;
         let loaded = headers.into_iter().zip(memory.freeze()?).collect();
         let loaded = numbers.iter().zip(selection.to_caller_order(loaded));
@@ -110,7 +128,7 @@ pub fn load_into_uninit(
     let headers = file.with_intact_copies(|| {
         let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(bytes));
         let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
-        let loaded = read_to_host(&selection, to, options, counters, cancel);
+        let loaded = read_to_host(&selection, Vec::new(), to, options, counters, cancel);
         if loaded.is_err() && file.decryption().is_some() {
             // Data that could not be authenticated are wiped.
             destinations.iter_mut().for_each(|bytes| bytes.fill(MaybeUninit::new(0)));
@@ -120,9 +138,11 @@ pub fn load_into_uninit(
     Ok(selection.to_caller_order(headers))
 }
 
-/// Reads the tensors of a selection, and returns their headers in the order of the file.
+/// Reads the tensors of a selection, but not the data of those that are used in place, and returns
+/// their headers in the order of the file.
 fn read_to_host(
     selection: &Selection<'_>,
+    in_place: Vec<bool>,
     to: HostDestination<'_>,
     options: &LoadOptions,
     counters: &Counters,
@@ -130,6 +150,6 @@ fn read_to_host(
 ) -> Result<Vec<CompactHeader>> {
     try_key(selection, cancel)?;
     let run = Run::new(options, counters, cancel);
-    let reads = Reads::new(selection, options)?;
+    let reads = Reads::new(selection, options)?.without(in_place);
     reads.read(To::host(to), &run, &|_| false, &mut || Ok(false))
 }

@@ -208,9 +208,10 @@ pub fn read_all(
             let len = rest.end.saturating_sub(start).min(piece);
             let mut buffer = try_zeroed(to_usize(len), "a file that is hashed")?;
             let what = "bytes that are hashed for its checksum";
-            Buffers::from_slice(&mut buffer).with_observer(control, |buffers| {
-                read_exact_at(*source, start, buffers, what, control)
-            })?;
+            Buffers::from_slice(&mut buffer)
+                .with_observer(&|bytes| control.arrived(bytes), |buffers| {
+                    read_exact_at(*source, start, buffers, what, control)
+                })?;
         }
         Ok(())
     })

@@ -78,6 +78,8 @@ pub struct Reads<'s> {
     /// The announcement of the reads.
     _wanted: Vec<WantedRead>,
     slices: Vec<Option<SliceRanges>>,
+    /// True for tensors whose data are used in place: only their headers are read. May be empty.
+    in_place: Vec<bool>,
     rules: RangeRules,
     verify: Verify,
     /// True if data are decrypted.
@@ -123,12 +125,18 @@ impl<'s> Reads<'s> {
             selection,
             _wanted: wanted,
             slices,
+            in_place: Vec::new(),
             rules: RangeRules::of(selection, options)?,
             verify: options.verify,
             decrypts: selection.file.decryption().is_some(),
             seekable: selection.file.is_seekable(),
             uncut: selection.file.has_long_pieces(),
         })
+    }
+
+    /// Leaves out the data of tensors that are used in place.
+    pub fn without(self, in_place: Vec<bool>) -> Self {
+        Reads { in_place, ..self }
     }
 
     /// Returns the bytes of each tensor in memory, and the file position of the first of them.
@@ -177,7 +185,10 @@ impl<'s> Reads<'s> {
         while at < selection.entries.len() {
             let tensors = at..self.group_end(at, skipped);
             at = tensors.end;
-            if !skipped(tensors.start) {
+            let in_place = self.in_place.get(tensors.start) == Some(&true);
+            if in_place && !skipped(tensors.start) {
+                self.add_header(tensors, &mut planned);
+            } else if !skipped(tensors.start) {
                 self.add(tensors, in_pieces, &mut planned)?;
             }
         }
@@ -203,11 +214,24 @@ impl<'s> Reads<'s> {
         let tensor_of = |(tensor, entry): (usize, &&Entry)| {
             // An empty tensor has the position of the next one.
             let position = (entry.file, entry.header_offset, entry.data_offset, entry.data_len);
-            entry.whole.as_ref().map(|_| (position, skipped(tensor)))
+            let unread = skipped(tensor) || self.in_place.get(tensor) == Some(&true);
+            entry.whole.as_ref().map(|_| (position, unread))
         };
         let mut entries = self.selection.entries.iter().enumerate().skip(first).map(tensor_of);
         let of_first = entries.next().flatten();
         first + 1 + entries.take_while(|of| of.is_some() && *of == of_first).count()
+    }
+
+    /// Adds the header of a tensor whose data are used in place, if it has one.
+    fn add_header(&self, tensors: Range<usize>, planned: &mut Planned<'_, '_>) {
+        let entry = self.selection.entries.get(tensors.start).filter(|one| one.whole.is_none());
+        if let Some(&&Entry { file, header_offset, data_offset, .. }) = entry
+            && header_offset < data_offset
+        {
+            let extent = Extent { file, header_offset, data_offset, data_len: 0 };
+            let tensors = TensorNumber::range(tensors);
+            planned.plan.push(extent, ExtentUse { tensors, start: 0, gathered: false });
+        }
     }
 
     /// Adds the extents of a tensor, or of slices of one tensor.
@@ -343,7 +367,7 @@ impl Planned<'_, '_> {
 
 /// Returns the contiguous ranges of an entry that is a slice, none if the tensor has no data; None
 /// for a whole tensor.
-fn ranges_of(entry: &Entry) -> Result<Option<SliceRanges>> {
+pub fn ranges_of(entry: &Entry) -> Result<Option<SliceRanges>> {
     let Some(whole) = &entry.whole else { return Ok(None) };
     let ranges = if entry.is_meta() {
         SliceRanges::new(1, &[0], std::slice::from_ref(&(0..0)))

@@ -18,9 +18,7 @@ impl TensorFile {
         places.sort_unstable_by_key(|&place| order.get(place));
         (order, places)
     }
-}
 
-impl TensorFile {
     /// Announces that several calls will together read these tensors, as long as the result lives.
     #[doc(hidden)]
     pub fn announce(&self, numbers: &[usize]) -> Result<Vec<WantedRead>> {

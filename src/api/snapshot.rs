@@ -2,11 +2,10 @@
 
 use crate::cancel::Cancel;
 use crate::engine::download::Downloader;
-
 use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceBytes, StreamsByDevice};
-use crate::mem::{ALIGNMENT, Arena, HostBuffer, SliceRemainder};
+use crate::mem::{ALIGNMENT, Arena, BufferToFill, Buffers, HostBuffer, SliceRemainder, fill_all};
 use crate::stats::Counters;
 
 /// Bytes of a job: large enough to keep several staging buffers busy, and small compared with a
@@ -27,7 +26,8 @@ pub fn snapshot(sources: &[DeviceBytes], cancel: &dyn Cancel) -> Result<Vec<Host
     let ranges = ranges.ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
     let mut arena = Arena::new(end)?;
     let mut jobs = Vec::new();
-    let mut rest = SliceRemainder::new(arena.bytes_mut());
+    let (bytes, filled) = arena.lend();
+    let mut rest = SliceRemainder::new(bytes);
     for (source, &(start, len)) in sources.iter().zip(&ranges) {
         let destination = rest.cut(start, len)?;
         jobs.extend(
@@ -44,11 +44,13 @@ pub fn snapshot(sources: &[DeviceBytes], cancel: &dyn Cancel) -> Result<Vec<Host
             share: None,
         };
         let (range, stream) = (from..from + to.len(), streams.next(source)?);
-        let mut to = SliceRemainder::new(to);
-        download.each_chunk(source, range, stream, |_, chunk| {
-            to.next(chunk.as_ref().len())?.copy_from_slice(chunk.as_ref());
-            Ok(())
-        })
+        let fill = |to: &mut Buffers<'_>| {
+            download.each_chunk(source, range, stream, |_, chunk| {
+                to.fill_from(chunk.as_ref());
+                Ok(())
+            })
+        };
+        fill_all(vec![BufferToFill::Lent(to, filled)], fill).map(drop)
     })?;
     arena.freeze(&ranges)
 }

@@ -40,13 +40,9 @@ pub struct CompletionTracker<'r> {
     uses: &'r [ExtentUse],
     /// Parts of each tensor: its bytes, its headers, its hashes if these are verified.
     parts: Vec<u64>,
-    /// Tensors of which some parts have arrived.
-    partial: Mutex<HashMap<TensorNumber, PartialTensor>>,
-}
-
-struct PartialTensor {
-    missing: u64,
-    copy_events: CopyEvents,
+    /// Tensors of which some parts have arrived: the number of missing parts, and the events of the
+    /// others.
+    partial: Mutex<HashMap<TensorNumber, (u64, CopyEvents)>>,
 }
 
 /// Parts of an extent that have arrived.
@@ -90,19 +86,18 @@ impl<'r> CompletionTracker<'r> {
                 arrivals.iter().fold(0u64, |sum, arrival| sum.saturating_add(arrival.parts));
             for tensor in extent.of(self.uses)?.each_tensor() {
                 let bug = || Error::Bug(format!("{tensor:?} has come twice"));
-                let progress = partial.entry(tensor).or_insert_with(|| PartialTensor {
-                    missing: tensor.of(&self.parts).copied().unwrap_or(0),
-                    copy_events: CopyEvents::new(),
-                });
-                progress.missing = progress.missing.checked_sub(parts).ok_or_else(bug)?;
+                let all = || tensor.of(&self.parts).copied().unwrap_or(0);
+                let (missing, events) =
+                    partial.entry(tensor).or_insert_with(|| (all(), CopyEvents::new()));
+                *missing = missing.checked_sub(parts).ok_or_else(bug)?;
                 for event in copy_events {
-                    if !progress.copy_events.iter().any(|one| Arc::ptr_eq(one, event)) {
-                        progress.copy_events.push(Arc::clone(event));
+                    if !events.iter().any(|one| Arc::ptr_eq(one, event)) {
+                        events.push(Arc::clone(event));
                     }
                 }
-                if progress.missing == 0 {
-                    let events = partial.remove(&tensor).map(|done| done.copy_events);
-                    complete.push((tensor, events.unwrap_or_else(CopyEvents::new)));
+                if *missing == 0 {
+                    complete.push((tensor, std::mem::take(events)));
+                    partial.remove(&tensor);
                 }
             }
         }

@@ -52,7 +52,7 @@ impl Downloader<'_> {
             // Without waiting: a thread that holds one buffer and waits for a second one may
             // deadlock.
             if at + step < end
-                && let Some(more) = pool.try_lease(1, self.share)
+                && let Some(more) = pool.try_lease(self.share)
             {
                 next = Some(begin(more, at + step)?);
             }
@@ -92,7 +92,7 @@ impl Downloader<'_> {
 
     fn lease(&self, device: &Arc<dyn Device>) -> Result<StagingLease<'static>> {
         let pool = Pool::of(device)?;
-        if let Some(lease) = pool.try_lease(1, self.share) {
+        if let Some(lease) = pool.try_lease(self.share) {
             return Ok(lease);
         }
         (self.before_waiting)()?;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::completion::CompletionTracker;
 use super::destination::gather::{self, Gather};
-use super::destination::{self, Destination, Fit, ReadFacts};
+use super::destination::{Destination, Fit, ReadFacts};
 use super::file_handles::{FileHandles, HandleKind};
 use super::page_cache::DirectReads;
 use super::plan::{BatchLimits, Extent, WorkQueue};
@@ -46,7 +46,10 @@ pub fn read<D: Destination>(
     let (plan, options) = (request.plan, request.options);
     let memory = worker_range::limit(options.memory, request.files)?;
     let total = total(request)?;
-    let sources = Sources::examine(request, total, memory)?;
+    // Bytes that are there already are work only where they are hashed.
+    let unhashed = options.verify == Verify::Nothing;
+    let present = if unhashed { to.present(&plan.extents) } else { 0 };
+    let sources = Sources::examine(request, total.saturating_sub(present), memory)?;
     let Some(sources) = sources.filter(|_| !plan.extents.is_empty()) else {
         while meanwhile()? {}
         return Ok(to);
@@ -56,8 +59,7 @@ pub fn read<D: Destination>(
     }
     let mut to = Gather::new(plan, to);
     let fit = fit(request, &mut to, &sources, (total, memory))?;
-    let Batches { jobs, max_single_chunk, max_unhashed } =
-        batches(request, &mut to, &sources, &fit)?;
+    let (jobs, max_single_chunk, max_unhashed) = batches(request, &mut to, &sources, &fit)?;
     let (decrypts, sha) = (request.codec.decrypts(), options.verify == Verify::All);
     let (in_order, facts) = (request.receiver.is_some(), to.facts());
     let range = fit.readers.limited_to(if sources.inline { 1 } else { jobs.len() });
@@ -80,6 +82,7 @@ pub fn read<D: Destination>(
         completion: request.receiver.map(|to| CompletionTracker::new(to, plan, options.verify)),
         affinity,
         nodes: facts.nodes,
+        device: facts.device,
     };
     counters.since(Stage::Plan, started);
     carry_out(&task, range, sources.direct, cancel, meanwhile)?;
@@ -95,12 +98,18 @@ fn fit<D: Destination>(
 ) -> Result<Fit> {
     let (plan, decrypts) = (request.plan, request.codec.decrypts());
     let source = &sources.capabilities;
-    let readers = worker_range::range(source, sources.residency, request.options.readers)?;
+    let cut = if decrypts { PIECE_LEN } else { 1 };
+    let readers = worker_range::range(
+        source,
+        (sources.residency, sources.direct),
+        to.facts().spared_cores,
+        request.options.readers,
+    )?;
     let fit = to.fit(&ReadFacts {
         source,
         readers,
         total,
-        unit: destination::unit(decrypts, plan.uncut),
+        unit: if plan.uncut { u64::MAX } else { cut },
         gather_bytes: if plan.gathers() { gather::min_memory(decrypts) } else { 0 },
         memory,
     })?;
@@ -109,21 +118,14 @@ fn fit<D: Destination>(
     Ok(Fit { limits, ..fit })
 }
 
-/// The batches of a read.
-struct Batches<D: Destination> {
-    jobs: Vec<ReadJob<D>>,
-    /// Tensors up to this length come in one chunk, and are hashed at once.
-    max_single_chunk: u64,
-    max_unhashed: Option<u64>,
-}
-
-/// Plans the batches of a read, in the order in which they are read.
+/// Plans the batches of a read, in the order in which they are read. Also returns the length up to
+/// which tensors come in one chunk, and are hashed at once, and the adapted `max_unhashed`.
 fn batches<D: Destination>(
     request: &ReadRequest<'_>,
     to: &mut D,
     sources: &Sources,
     fit: &Fit,
-) -> Result<Batches<D>> {
+) -> Result<(Vec<ReadJob<D>>, u64, Option<u64>)> {
     let (plan, facts, source) = (request.plan, to.facts(), &sources.capabilities);
     // Data of a tensor that is encrypted in one piece are not cut.
     let step = if facts.in_steps && !plan.uncut { step(request, sources) } else { u64::MAX };
@@ -144,7 +146,7 @@ fn batches<D: Destination>(
     let seekable = request.files.iter().all(|file| file.facts().len.is_some());
     let batches = plan.batches(&limits, seekable)?;
     let jobs = plan_jobs(plan, batches, to, (step, max_single_chunk), large_first)?;
-    Ok(Batches { jobs, max_single_chunk, max_unhashed })
+    Ok((jobs, max_single_chunk, max_unhashed))
 }
 
 /// Runs the readers until all work is done. `direct`: they read with direct I/O.

@@ -21,9 +21,9 @@ use crate::codec::{self, HashPool};
 use crate::error::Result;
 use crate::fallible::try_zeroed;
 use crate::io::{ReadAt, read_exact_at};
-use crate::mem::device::Event;
+use crate::mem::Buffers;
+use crate::mem::device::{Device, Event};
 use crate::mem::numa::Affinity;
-use crate::mem::{ArrivalObserver, Buffers};
 use crate::numbers::{ExtentNumber, TensorNumber};
 use crate::stats::{Counters, Stage, times_first_touch};
 use crate::sys::sync::{Mutex, unpoisoned};
@@ -50,16 +50,8 @@ pub struct ReadTask<'r, D: Destination> {
     pub affinity: Affinity,
     /// The NUMA node of each device, where it is known.
     pub nodes: Vec<Option<usize>>,
-}
-
-/// Counts the bytes that arrive for a reader.
-struct Arrivals<'a>(&'a Control<'a>, &'a Counters);
-
-impl ArrivalObserver for Arrivals<'_> {
-    fn arrived(&self, bytes: u64) {
-        self.0.arrived(bytes);
-        self.1.bytes_arrived(bytes);
-    }
+    /// The device that readers enter once, if there is only one.
+    pub device: Option<Arc<dyn Device>>,
 }
 
 type Job<'r, D> = ReadJob<Gather<'r, D>>;
@@ -101,6 +93,8 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         if !control.is_inline() {
             self.affinity.bind_thread(number);
         }
+        let device = self.device.as_ref().filter(|_| !control.is_inline());
+        let _entered = device.map(|device| device.enter()).transpose()?;
         while !control.stopped() && !control.is_retired() {
             if self.hash(true, control)? {
                 continue;
@@ -138,8 +132,15 @@ impl<'r, D: Destination> ReadTask<'r, D> {
     fn next(&self, number: usize) -> Result<Option<Next<Job<'r, D>>>> {
         let Some(completion) = &self.completion else {
             let (mut last_answer, node) = (None, self.affinity.node(number));
+            // Readers of a node serve its devices alone.
+            let full = if node.is_none() { self.to.full_devices() } else { Vec::new() };
+            let is_full = |job: &Job<'r, D>| {
+                let device =
+                    outer_extents(job).map(|(first, _)| self.request.plan.device_of(first));
+                device.is_some_and(|device| full.get(device) == Some(&true))
+            };
             let next = self.queue.next(number, |job| {
-                self.is_crowded(job, &mut last_answer) || !self.is_near(job, node)
+                self.is_crowded(job, &mut last_answer) || !self.is_near(job, node) || is_full(job)
             });
             return Ok(next.map(Next::Work));
         };
@@ -226,7 +227,10 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         let mut lease = self
             .counters
             .time(Stage::Memory, || self.to.acquire(ticket, batch, planned, &idle, control))?;
-        let arrivals = Arrivals(control, self.counters);
+        let observer = |bytes| {
+            control.arrived(bytes);
+            self.counters.bytes_arrived(bytes);
+        };
         self.counters.time(Stage::Read, || {
             lease.fill(&|from, buffers| {
                 let at = offset.saturating_add(from);
@@ -234,7 +238,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
                     self.counters.time(Stage::FirstTouch, || buffers.prefault());
                 }
                 buffers
-                    .with_observer(&arrivals, |b| read_exact_at(source, at, b, "tensors", control))
+                    .with_observer(&observer, |b| read_exact_at(source, at, b, "tensors", control))
             })
         })?;
         let BatchContents { single_chunk, pooled, arrivals, data_len } =
@@ -415,9 +419,10 @@ impl<'r, D: Destination> ReadTask<'r, D> {
             let size = to_usize(len);
             if matches!(kind, SegmentKind::Header { .. }) {
                 let mut raw = try_zeroed(size, "headers of tensors")?;
-                Buffers::from_slice(&mut raw).with_observer(control, |buffers| {
-                    read_exact_at(source, position, buffers, "tensors", control)
-                })?;
+                Buffers::from_slice(&mut raw)
+                    .with_observer(&|bytes| control.arrived(bytes), |buffers| {
+                        read_exact_at(source, position, buffers, "tensors", control)
+                    })?;
                 if let Some(extent) = segment.extent() {
                     self.header(extent, &raw, control)?;
                     self.add_arrival(&mut arrivals, extent, 1);

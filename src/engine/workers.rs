@@ -10,7 +10,6 @@ use crate::cancel::{Cancel, POLL};
 use crate::engine::concurrency::{ConcurrencyController, Sample};
 use crate::error::{Error, Result};
 use crate::io::Capabilities;
-use crate::mem::ArrivalObserver;
 use crate::sys::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sys::sync::thread::{self, ScopedJoinHandle, Thread};
 use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time, unpoisoned};
@@ -103,8 +102,9 @@ impl Cancel for Control<'_> {
     }
 }
 
-impl ArrivalObserver for Control<'_> {
-    fn arrived(&self, bytes: u64) {
+impl Control<'_> {
+    /// Counts bytes that this worker has moved.
+    pub fn arrived(&self, bytes: u64) {
         if bytes > 0 {
             self.pool.bytes.fetch_add(bytes, Ordering::Relaxed);
             self.pool.arrivals.fetch_add(1, Ordering::Relaxed);
@@ -113,9 +113,7 @@ impl ArrivalObserver for Control<'_> {
             }
         }
     }
-}
 
-impl Control<'_> {
     /// True if the worker must take no more work.
     pub fn stopped(&self) -> bool {
         self.pool.stopped()
@@ -190,10 +188,7 @@ impl<'c> WorkerPool<'c> {
     }
 
     fn outcome(self) -> Result<()> {
-        match unpoisoned(self.error.into_inner()) {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
+        unpoisoned(self.error.into_inner()).map_or(Ok(()), Err)
     }
 
     fn control(&self) -> Control<'_> {
@@ -226,7 +221,7 @@ pub fn run(
     cancel: &dyn Cancel,
     work: impl Fn(&Control<'_>) -> Result<()> + Sync,
 ) -> Result<()> {
-    run_adapting(WorkerRange::fixed(threads), cancel, |control, _| work(control))
+    run_while(WorkerRange::fixed(threads), cancel, |control, _| work(control), &mut || Ok(false))
 }
 
 /// Does `work` on each item, up to `threads` at once, and returns the results in the order of the
@@ -258,17 +253,8 @@ pub fn map<I: Send, O: Send>(
 /// retire.
 ///
 /// `work` gets the number of workers that were started before it. A worker that returns without
-/// being told to end has found no more work.
-pub fn run_adapting(
-    range: WorkerRange,
-    cancel: &dyn Cancel,
-    work: impl Fn(&Control<'_>, usize) -> Result<()> + Sync,
-) -> Result<()> {
-    run_while(range, cancel, work, &mut || Ok(false))
-}
-
-/// Runs like [`run_adapting`]. Meanwhile the calling thread calls `meanwhile` until it returns
-/// false.
+/// being told to end has found no more work. Meanwhile the calling thread calls `meanwhile` until
+/// it returns false.
 pub fn run_while(
     range: WorkerRange,
     cancel: &dyn Cancel,
@@ -317,7 +303,7 @@ pub fn run_while(
         while alive.load(Ordering::Acquire) > 0 {
             more = more && run_meanwhile(meanwhile, &pool);
             if !more {
-                thread::park_timeout(supervisor.poll_interval());
+                thread::park_timeout(if supervisor.controller.is_some() { TICK } else { POLL });
             }
             let wanted = handles.len() + supervisor.workers_to_start();
             handles.extend((handles.len()..wanted).map_while(start));
@@ -344,9 +330,7 @@ fn run_meanwhile(meanwhile: &mut dyn FnMut() -> Result<bool>, pool: &WorkerPool<
 /// Joins a thread, and passes its panic on. The scope alone waits only for the end of the work; a
 /// joined thread is also gone from the process.
 fn join(handle: ScopedJoinHandle<'_, ()>) {
-    if let Err(panic) = handle.join() {
-        std::panic::resume_unwind(panic);
-    }
+    handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
 }
 
 /// The registration of one thread in the call. Its drop updates the counts and wakes the calling
@@ -389,10 +373,6 @@ impl<'s, 'c> Supervisor<'s, 'c> {
         let new = || ConcurrencyController::new(range.initial, range.max, crate::cpu_count());
         let controller = (range.initial < range.max).then(|| new().with_total_bytes(range.bytes));
         Supervisor { pool, started: now, last_check: now, controller }
-    }
-
-    fn poll_interval(&self) -> Duration {
-        if self.controller.is_some() { TICK } else { POLL }
     }
 
     /// Checks for an interrupt, and returns the number of workers to start.

@@ -17,6 +17,9 @@ use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Even
 use crate::stats::Counters;
 use crate::sys::process::DropInOwner;
 
+/// Local tensors of no more bytes are loaded at once: that takes less time than a thread does.
+const INLINE_LEN: u64 = 1 << 20;
+
 /// Allocates memory of a device, on the caller's thread.
 pub trait Allocate {
     /// Allocates memory for tensors of these lengths. `first` is the position of the first of them.
@@ -38,7 +41,10 @@ pub struct ReadyTensor {
 /// Tensors of a file, one by one. Dropping it ends the load, and waits for reads and copies.
 pub struct TensorIterator {
     shared: DropInOwner<Arc<IteratorState>>,
+    /// The thread of the load; None if it ran on the caller's.
     thread: DropInOwner<Option<JoinHandle<()>>>,
+    /// True once the report of the load is published.
+    finished: bool,
     /// The event that the caller's stream waits for already, and that stream.
     awaited: DropInOwner<Option<(Consumer, Arc<dyn Event>)>>,
 }
@@ -65,6 +71,11 @@ impl TensorIterator {
         let lens = lens.collect::<Result<Vec<_>>>()?;
         let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
         let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 });
+        let total = lens.iter().fold(0, |sum: u64, len| sum.saturating_add(*len));
+        let inline = !on_device
+            && !selection.is_sliced()
+            && total <= budget.min(INLINE_LEN)
+            && file.sources().iter().all(|source| source.facts().is_local);
         let shared = Arc::new(IteratorState {
             file: file.duplicate(),
             numbers: selection.numbers.clone(),
@@ -84,10 +95,16 @@ impl TensorIterator {
             let outcome = std::panic::catch_unwind(run).unwrap_or_else(|_| panicked());
             shared_with_thread.window.end(outcome);
         };
-        let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(work);
-        let thread = thread.map_err(|e| Error::io("starting a thread for", file.uri(), e))?;
-        let (shared, thread) = (DropInOwner::new(shared), DropInOwner::new(Some(thread)));
-        let iterator = TensorIterator { shared, thread, awaited: DropInOwner::new(None) };
+        let thread = if inline {
+            work();
+            None
+        } else {
+            let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(work);
+            Some(thread.map_err(|e| Error::io("starting a thread for", file.uri(), e))?)
+        };
+        let (shared, thread) = (DropInOwner::new(shared), DropInOwner::new(thread));
+        let awaited = DropInOwner::new(None);
+        let iterator = TensorIterator { shared, thread, finished: false, awaited };
         if let Some(allocate) = allocate {
             iterator.allocate(allocate)?;
         }
@@ -196,14 +213,14 @@ impl TensorIterator {
                 // A panic has become an error.
                 let _ = thread.join();
             }
-            // A `Closer` may outlive the iterator, and must not keep connections open.
-            self.shared.file.close();
         }
+        // A `Closer` may outlive the iterator, and must not keep connections open.
+        self.shared.file.close();
     }
 
     /// Waits for the load, and publishes the report of it.
     fn finish(&mut self) {
-        if self.thread.is_none() {
+        if std::mem::replace(&mut self.finished, true) {
             return;
         }
         self.join();
@@ -238,7 +255,7 @@ fn memory_shares(
     let largest = lens.iter().copied().max().unwrap_or(0);
     let limit = options.load.memory.or_environment()?;
     let (budget, memory) = limit.tensors(options.buffer_bytes, largest, min_memory)?;
-    Ok((budget, LoadOptions { memory, map: false, ..options.load }))
+    Ok((budget, LoadOptions { memory, ..options.load }))
 }
 
 /// Ends the load of an iterator from another thread.

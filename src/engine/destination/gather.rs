@@ -12,7 +12,7 @@ use super::scratch::{Scratch, ScratchBytes, ScratchPool};
 use super::{BatchMemory, CommittedBatch, Destination, Facts, Fit, Idle, ReadFacts, SegmentBytes};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, BatchLimits, Place, ReadPlan, Segment, SegmentKind};
+use crate::engine::plan::{Batch, BatchLimits, Extent, Place, ReadPlan, Segment, SegmentKind};
 use crate::error::{Error, Result};
 use crate::mem::{Buffers, SliceRemainder};
 use crate::numbers::{ExtentNumber, TensorNumber};
@@ -163,6 +163,10 @@ impl<D: Destination> Destination for Gather<'_, D> {
         self.to.facts()
     }
 
+    fn present(&self, extents: &[Extent]) -> u64 {
+        self.to.present(extents)
+    }
+
     fn fit(&mut self, read: &ReadFacts<'_>) -> Result<Fit> {
         let fit = self.to.fit(read)?;
         if !self.plan.gathers() {
@@ -182,6 +186,10 @@ impl<D: Destination> Destination for Gather<'_, D> {
         let wanted = self.wanted(batch)?;
         let copies = self.plan_copies(&wanted)?;
         Ok(GatherPlan::Copied(wanted, copies))
+    }
+
+    fn full_devices(&self) -> Vec<bool> {
+        self.to.full_devices()
     }
 
     fn enqueue(&self, batch: &Batch) -> Result<Self::Ticket> {

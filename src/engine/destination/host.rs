@@ -2,17 +2,19 @@
 
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
+use std::sync::Arc;
 
 use super::{
     BatchMemory, CommittedBatch, Destination, Facts, Fit, Idle, ReadFacts, SegmentBytes,
     batch_limits,
 };
 use crate::cancel::Cancel;
-use crate::engine::plan::{Batch, BatchLimits, Segment, SegmentKind};
+use crate::engine::plan::{Batch, BatchLimits, Extent, Segment, SegmentKind};
 use crate::error::{Error, Result};
 use crate::fallible::try_zeroed;
 use crate::mem::{
-    BufferPiece, BufferToFill, Buffers, HostBuffer, SliceRemainder, UnfilledBuffer, fill_all,
+    BufferPiece, BufferToFill, Buffers, FilledRanges, HostBuffer, SliceRemainder, SpareBlocks,
+    UnfilledBuffer, fill_all,
 };
 use crate::memory_limit::LoadNeeds;
 use crate::numbers::TensorNumber;
@@ -27,6 +29,8 @@ pub struct HostDestination<'a> {
     memory: TensorMemory<'a>,
     /// The images, in the order of their files and positions.
     images: Vec<FileImage<'a>>,
+    /// What is to know of the bytes of lent memory that were written.
+    filled: Vec<&'a FilledRanges>,
 }
 
 /// The memory of tensors that are in no image.
@@ -40,17 +44,20 @@ pub enum TensorMemory<'a> {
 
 /// Memory of tensors that are being filled. Each has as many bytes as the tensor, and the alignment
 /// of its file position.
-#[derive(Default)]
 pub struct TensorBuffers {
     /// Number of bytes of each tensor, and the file position of its first byte.
     sizes: Vec<(u64, u64)>,
     unfilled: Mutex<HashMap<TensorNumber, UnfilledBuffer>>,
+    /// Memory of tensors that were dropped.
+    spare: Arc<SpareBlocks>,
 }
 
 impl TensorBuffers {
-    /// Memory for tensors with these numbers of bytes and file positions.
-    pub fn new(sizes: Vec<(u64, u64)>) -> Self {
-        TensorBuffers { sizes, unfilled: Mutex::default() }
+    /// Memory for tensors with these numbers of bytes and file positions. That of dropped ones is
+    /// used again, where at most `spare` bytes wait.
+    pub fn new(sizes: Vec<(u64, u64)>, spare: u64) -> Self {
+        let spare = Arc::new(SpareBlocks::new(to_usize(spare)));
+        TensorBuffers { sizes, unfilled: Mutex::default(), spare }
     }
 
     /// Takes the memory of a complete tensor; an empty buffer for a tensor without bytes.
@@ -65,7 +72,7 @@ impl TensorBuffers {
             std::collections::hash_map::Entry::Occupied(existing) => existing.into_mut(),
             std::collections::hash_map::Entry::Vacant(new) => {
                 let &(len, position) = tensor.of(&self.sizes)?;
-                new.insert(UnfilledBuffer::new(to_usize(len), to_usize(position))?)
+                new.insert(UnfilledBuffer::new(to_usize(len), to_usize(position), &self.spare)?)
             }
         };
         buffer.piece(to_usize(offset), to_usize(len))
@@ -131,12 +138,13 @@ impl<'a> FileImage<'a> {
 impl<'a> HostDestination<'a> {
     /// Creates the destination; images are in the order of their files and positions.
     pub fn new(memory: TensorMemory<'a>, images: Vec<FileImage<'a>>) -> Self {
-        HostDestination { memory, images }
+        HostDestination { memory, images, filled: Vec::new() }
     }
 
-    /// A destination without memory, for reads of headers only.
-    pub fn none() -> Self {
-        HostDestination::new(TensorMemory::Lent(Vec::new()), Vec::new())
+    /// Has these know of the bytes that are written.
+    pub fn noting(self, mut filled: Vec<&'a FilledRanges>) -> Self {
+        filled.sort_unstable_by_key(|filled| filled.start());
+        HostDestination { filled, ..self }
     }
 
     /// Returns limits for batches of the length that suits the source. With a fixed number of
@@ -156,12 +164,21 @@ impl<'a> HostDestination<'a> {
         BatchLimits { tapers: !stays, ..batch_limits(len, read, overhead) }
     }
 
-    /// Returns the image that contains some bytes of a file, if one does.
-    fn image_with(&mut self, file: usize, position: u64, len: u64) -> Option<&mut FileImage<'a>> {
+    /// Returns the number of the image that contains some bytes of a file, if one does.
+    fn image_at(&self, file: usize, position: u64, len: u64) -> Option<usize> {
         let after =
             self.images.partition_point(|image| (image.file, image.position) <= (file, position));
-        let image = self.images.get_mut(after.checked_sub(1)?)?;
-        (image.file == file && image.holds(position, len)).then_some(image)
+        let at = after.checked_sub(1)?;
+        self.images.get(at).filter(|image| image.file == file && image.holds(position, len))?;
+        Some(at)
+    }
+
+    /// Notes that bytes of lent memory were written.
+    fn note(&self, bytes: &[u8]) {
+        let at = bytes.as_ptr().addr();
+        let after = self.filled.partition_point(|filled| filled.start() <= at);
+        let block = after.checked_sub(1).and_then(|last| self.filled.get(last));
+        block.into_iter().for_each(|filled| filled.add(bytes));
     }
 }
 
@@ -178,7 +195,17 @@ impl<'a> Destination for HostDestination<'a> {
     type Bytes = HostBytes<'a>;
 
     fn facts(&self) -> Facts {
-        Facts { unit: u64::MAX, in_steps: true, nodes: vec![None] }
+        Facts { unit: u64::MAX, in_steps: true, nodes: vec![None], spared_cores: 0, device: None }
+    }
+
+    fn present(&self, extents: &[Extent]) -> u64 {
+        let present = extents.iter().map(|extent| {
+            let len = extent.end().saturating_sub(extent.header_offset);
+            let at = self.image_at(extent.file, extent.header_offset, len);
+            let image = at.and_then(|at| self.images.get(at));
+            image.map_or(0, |image| if let RunMemory::Full(_) = image.memory { len } else { 0 })
+        });
+        present.sum()
     }
 
     fn fit(&mut self, read: &ReadFacts<'_>) -> Result<Fit> {
@@ -200,7 +227,9 @@ impl<'a> Destination for HostDestination<'a> {
         let mut segments = batch.segments.iter().peekable();
         while let Some(segment) = segments.next() {
             let (mut count, mut len) = (1, segment.len);
-            let memory = match (self.image_with(batch.file, position, len), segment.kind) {
+            let image = self.image_at(batch.file, position, len);
+            let image = image.and_then(|at| self.images.get_mut(at));
+            let memory = match (image, segment.kind) {
                 (Some(image), _) => {
                     while let Some(next) =
                         segments.next_if(|next| image.holds(position, len.saturating_add(next.len)))
@@ -263,16 +292,20 @@ impl<'a> Destination for HostDestination<'a> {
     ) -> Result<CommittedBatch<HostBytes<'a>>> {
         let mut bytes = Vec::new();
         let (mut segments, mut pieces) = (lease.segments.iter(), lease.pieces.into_iter());
-        for run in lease.runs.into_iter().filter(|_| keep) {
+        for run in lease.runs {
             let mut rest: &'a [u8] = match run.memory {
                 RunMemory::Own(_) => {
                     segments.next();
-                    bytes.extend(pieces.next().map(HostBytes::Own));
+                    bytes.extend(pieces.next().filter(|_| keep).map(HostBytes::Own));
                     continue;
                 }
                 RunMemory::Full(bytes) => bytes,
                 RunMemory::Empty(_) | RunMemory::Overhead(_) => &[],
             };
+            self.note(rest);
+            if !keep {
+                continue;
+            }
             for segment in segments.by_ref().take(run.segments) {
                 let len = to_usize(segment.len).min(rest.len());
                 let (now, later) = rest.split_at(len);
@@ -367,7 +400,8 @@ fn fill<'p>(
             RunMemory::Full(_) => return Err(Error::Bug("read twice".to_owned())),
             RunMemory::Own(_) => {
                 let piece = pieces.next().ok_or_else(|| Error::Bug("no memory".to_owned()))?;
-                memory.push(BufferToFill::Inspected(piece.bytes_mut()));
+                let (bytes, filled) = piece.lend();
+                memory.push(BufferToFill::Lent(bytes, filled));
             }
             RunMemory::Overhead(len) => memory.push(BufferToFill::Inspected(overhead.next(*len)?)),
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
-use crate::mem::{DISK_BLOCK, HUGE_PAGE, HostBuffer};
+use crate::mem::{Arena, DISK_BLOCK, HUGE_PAGE, HostBuffer};
 use crate::sys::sync::unpoisoned;
 use crate::sys::to_usize;
 
@@ -32,7 +32,7 @@ impl ScratchPool {
             }
             reusable
         };
-        let memory = reusable.map_or_else(|| HostBuffer::zeroed(wanted), Ok)?;
+        let memory = reusable.map_or_else(|| Arena::zeroed(wanted), Ok)?;
         Ok(Scratch { memory, range: start..start + len, pool: Arc::clone(self) })
     }
 }

@@ -5,11 +5,10 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::{TICK, WorkerRange, run_adapting};
+use super::{Control, TICK, WorkerRange, run_while};
 use crate::cancel::{Cancel as _, Never, POLL};
 use crate::engine::plan::WorkQueue;
 use crate::error::Error;
-use crate::mem::ArrivalObserver as _;
 use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 fn any_range() -> WorkerRange {
@@ -27,7 +26,7 @@ fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
             WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.initial));
         let done = [const { AtomicUsize::new(0) }; PIECES];
         let (there, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let outcome = run_adapting(range, &Never, |control, number| {
+        let work = |control: &Control<'_>, number| {
             there.fetch_add(1, Ordering::Relaxed);
             while !control.stopped() && !control.is_retired() {
                 let Some(piece) = queue.next(number, |_| false) else { break };
@@ -40,8 +39,8 @@ fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
             }
             there.fetch_sub(1, Ordering::Relaxed);
             Ok(())
-        });
-        outcome.unwrap();
+        };
+        run_while(range, &Never, work, &mut || Ok(false)).unwrap();
         assert_eq!(there.into_inner(), 0);
         assert_eq!(done.map(AtomicUsize::into_inner), [1; PIECES]);
     });
@@ -53,14 +52,14 @@ fn fixed_number_of_workers_does_all_work_and_ends() {
     check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: true }, || {
         let queue = WorkQueue::new((0..3).collect(), 2);
         let done = AtomicUsize::new(0);
-        let outcome = run_adapting(WorkerRange::fixed(3), &Never, |_, number| {
+        let work = |_: &Control<'_>, number| {
             while queue.next(number, |_| false).is_some() {
                 done.fetch_add(1, Ordering::Relaxed);
                 thread::yield_now();
             }
             Ok(())
-        });
-        outcome.unwrap();
+        };
+        run_while(WorkerRange::fixed(3), &Never, work, &mut || Ok(false)).unwrap();
         assert_eq!(done.into_inner(), 3);
     });
 }
@@ -80,7 +79,7 @@ fn callers_error_takes_precedence_over_the_first_of_a_worker() {
         };
         let fails = thread_rng().gen_range(0..6);
         let (remaining, failed) = (AtomicUsize::new(40), AtomicBool::new(false));
-        let outcome = run_adapting(range, &cancel, |control, _| {
+        let work = |control: &Control<'_>, _| {
             while !control.is_retired() {
                 control.check()?;
                 let number = 40 - remaining.load(Ordering::Relaxed);
@@ -95,7 +94,8 @@ fn callers_error_takes_precedence_over_the_first_of_a_worker() {
                 thread::sleep(Duration::from_millis(1));
             }
             Ok(())
-        });
+        };
+        let outcome = run_while(range, &cancel, work, &mut || Ok(false));
         let Err(Error::Closed(who)) = outcome else { panic!("{outcome:?}") };
         let callers = interrupted.into_inner();
         assert_eq!(who, if callers { "by the caller" } else { "by a worker" });

@@ -15,7 +15,8 @@ fn silent_source_gets_the_maximum_of_workers() {
         }
         Ok(())
     };
-    run_adapting(WorkerRange { initial: 2, max, bytes: None }, &Never, work).unwrap();
+    let range = WorkerRange { initial: 2, max, bytes: None };
+    run_while(range, &Never, work, &mut || Ok(false)).unwrap();
     assert_eq!(started.into_inner(), max);
 }
 
@@ -57,6 +58,6 @@ fn first_error_stops_all_workers_and_is_returned() {
         }
         control.check()
     };
-    let outcome = run_adapting(range, &Never, work);
+    let outcome = run_while(range, &Never, work, &mut || Ok(false));
     assert!(matches!(outcome, Err(Error::Closed(_))));
 }

@@ -26,6 +26,8 @@ pub struct TensorChunk<'c> {
 pub enum ChunkBytes<'c> {
     /// A copy of memory that the caller may change.
     Copied(PooledCopy<'c>),
+    /// That memory itself, which is read only once.
+    Borrowed(&'c [u8]),
     /// A range of shared memory, which is released with its last chunk.
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>, Range<usize>),
 }
@@ -34,6 +36,7 @@ impl AsRef<[u8]> for ChunkBytes<'_> {
     fn as_ref(&self) -> &[u8] {
         match self {
             ChunkBytes::Copied(copy) => copy.as_ref(),
+            ChunkBytes::Borrowed(bytes) => bytes,
             // The creator of the range has checked it.
             ChunkBytes::Shared(all, range) => (**all).as_ref().get(range.clone()).unwrap_or(&[]),
         }
@@ -53,8 +56,7 @@ impl HashBacklog {
         let two_batches = batch_len.saturating_mul(2);
         let usual = (batch_len / BACKLOG_DIVISOR).saturating_mul(threads as u64).max(two_batches);
         let usual = to_usize(usual);
-        let most = most.and_then(|bytes| usize::try_from(bytes).ok());
-        let limit = most.map_or(usual, |most| most.min(usual));
+        let limit = most.map_or(usual, |most| to_usize(most).min(usual));
         HashBacklog { waiting: AtomicUsize::new(0), limit }
     }
 

@@ -13,9 +13,7 @@ const SHORT: usize = 64 << 10;
 
 /// A pool of memory for copies.
 #[derive(Default)]
-pub struct CopyPool {
-    free: Mutex<Vec<Vec<u8>>>,
-}
+pub struct CopyPool(Mutex<Vec<Vec<u8>>>);
 
 /// Limits the number of threads that copy at once. Most threads of an upload only wait for its
 /// server.
@@ -61,15 +59,11 @@ pub struct PooledCopy<'c> {
 impl CopyPool {
     /// Copies bytes.
     pub fn copy(&self, bytes: &[u8]) -> Result<PooledCopy<'_>> {
-        let mut copy = if bytes.len() < SHORT { Vec::new() } else { self.free() };
+        let unused = if bytes.len() < SHORT { None } else { unpoisoned(self.0.lock()).pop() };
+        let mut copy = unused.unwrap_or(Vec::new());
         copy.clear();
         try_extend(&mut copy, bytes, "a copy of what is saved")?;
         Ok(PooledCopy { bytes: copy, pool: self })
-    }
-
-    fn free(&self) -> Vec<u8> {
-        let free = unpoisoned(self.free.lock()).pop();
-        free.unwrap_or(Vec::new())
     }
 }
 
@@ -83,7 +77,7 @@ impl Drop for PooledCopy<'_> {
     fn drop(&mut self) {
         if self.bytes.len() >= SHORT {
             let bytes = std::mem::take(&mut self.bytes);
-            unpoisoned(self.pool.free.lock()).push(bytes);
+            unpoisoned(self.pool.0.lock()).push(bytes);
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::pinned::Share;
+use crate::sys::to_usize;
 
 /// Carries out the jobs of one save, on any thread.
 pub struct Feeder<'f, 'p> {
@@ -47,9 +48,14 @@ impl<'p> Feeder<'_, 'p> {
                 TensorData::Bytes(bytes) => *bytes,
                 _ => &[],
             };
-            let range = range(item, start, len)?;
-            let bytes = bytes.get(range).ok_or_else(|| changed(item))?;
-            Ok(TensorChunk { tensor, start, bytes: ChunkBytes::Copied(self.copies.copy(bytes)?) })
+            let bytes = bytes.get(to_usize(start)..to_usize(start + len));
+            let bytes = bytes.ok_or_else(|| changed(item))?;
+            // Without hashes, nothing is compared with these bytes later.
+            let bytes = match self.task.hashes {
+                None => ChunkBytes::Borrowed(bytes),
+                Some(_) => ChunkBytes::Copied(self.copies.copy(bytes)?),
+            };
+            Ok(TensorChunk { tensor, start, bytes })
         });
         self.task.write_chunks(chunks.collect::<Result<Vec<_>>>()?, control)
     }
@@ -69,10 +75,10 @@ impl<'p> Feeder<'_, 'p> {
         for ranges in batches(self.task.items, tensor..tensor + 1, BATCH_LEN) {
             self.task.hash_backlog(control)?;
             let chunks = ranges.iter().map(|&DataRange { start, len, .. }| {
-                let bytes = ChunkBytes::Shared(Arc::clone(&copy), range(item, start, len)?);
-                Ok(TensorChunk { tensor, start, bytes })
+                let range = to_usize(start)..to_usize(start + len);
+                TensorChunk { tensor, start, bytes: ChunkBytes::Shared(Arc::clone(&copy), range) }
             });
-            self.task.write_chunks(chunks.collect::<Result<Vec<_>>>()?, control)?;
+            self.task.write_chunks(chunks.collect(), control)?;
             self.task.send_complete_parts(control)?;
         }
         let released = || Arc::strong_count(&copy) == 1;
@@ -110,7 +116,7 @@ impl<'p> Feeder<'_, 'p> {
             let bytes = ChunkBytes::Shared(Arc::clone(&all), range);
             TensorChunk { tensor, start: 0, bytes }
         });
-        self.task.write_chunks(chunks.collect::<Vec<_>>(), control)
+        self.task.write_chunks(chunks.collect(), control)
     }
 
     fn on_device(&self, tensor: usize) -> Result<&'p DeviceBytes> {
@@ -129,12 +135,6 @@ impl<'p> Feeder<'_, 'p> {
         let (counters, share) = (&self.task.counters, self.share);
         Downloader { counters, cancel: control, before_waiting, share }
     }
-}
-
-fn range(item: &WriteTensor<'_>, start: u64, len: u64) -> Result<Range<usize>> {
-    let start = usize::try_from(start).ok();
-    let end = start.zip(usize::try_from(len).ok()).and_then(|(start, len)| start.checked_add(len));
-    start.zip(end).map(|(start, end)| start..end).ok_or_else(|| changed(item))
 }
 
 fn changed(item: &WriteTensor<'_>) -> Error {

@@ -18,7 +18,7 @@ use crate::engine::workers;
 use crate::error::Result;
 use crate::format::tensors::header::Hashes;
 use crate::io::{Reservation, SinkFacts, WriteAt};
-use crate::mem::device::StreamsByDevice;
+use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::pinned::{Pool, Share, buffer_len};
 use crate::memory_limit::{CONNECTION, MemoryLimit, SaveNeeds, SaveShares};
 use crate::stats::{Counters, PAGEABLE};
@@ -89,7 +89,7 @@ pub fn write_tensors(
         progress,
         counters: Counters::default(),
     };
-    let streams = streams_of(items)?;
+    let streams = StreamsByDevice::open(on_devices(items))?;
     let copy_slots = sends.then(|| CopySlots::new(copying));
     let (copy_slots, share) = (copy_slots.as_ref(), share.as_ref());
     let feeder = Feeder { task: &task, copies: &copies, copy_slots, streams: &streams, share };
@@ -152,12 +152,9 @@ fn shares(
     let SinkFacts { retained, part_len: part, .. } = sink.facts();
     let deferred_len = items.iter().filter(|item| matches!(item.data, TensorData::Deferred(_)));
     let deferred_len = deferred_len.map(|item| item.entry.data_len).max().unwrap_or(0);
-    let copies = items.iter().any(|item| matches!(item.data, TensorData::Bytes(_)));
-    let mut device = items.iter().filter_map(|item| match &item.data {
-        TensorData::Device(bytes) => Some(Pool::of(&bytes.device)),
-        _ => None,
-    });
-    let staging = device.next().transpose()?.map(|pool| (pool.buffer_len(), pool.limit()));
+    let in_memory = items.iter().any(|item| matches!(item.data, TensorData::Bytes(_)));
+    let copies = in_memory && options.hashes.is_some();
+    let pool = on_devices(items).next().map(|bytes| Pool::of(&bytes.device)).transpose()?;
     let shares = memory.save(&SaveNeeds {
         threads: wanted,
         thread_bytes: deferred_len.saturating_add(if part > 0 { CONNECTION } else { 0 }),
@@ -165,7 +162,7 @@ fn shares(
         hashes: options.hashes == Some(Hashes::All),
         retained,
         part,
-        staging: staging.map(|(len, most)| (len as u64, most as u64)),
+        staging: pool.map(|pool| (pool.buffer_len() as u64, pool.limit() as u64)),
     })?;
     if memory.bytes().is_some() {
         sink.reserve(&Reservation { parts: Some(shares.parts), ..Reservation::default() })?;
@@ -200,11 +197,12 @@ fn useful_threads(jobs: &[WriteJob], sha: bool) -> usize {
     jobs.len() + jobs.iter().filter(alone).count()
 }
 
-fn streams_of(items: &[WriteTensor<'_>]) -> Result<StreamsByDevice> {
-    StreamsByDevice::open(items.iter().filter_map(|item| match &item.data {
+/// Returns the bytes that are on devices.
+fn on_devices<'i>(items: &'i [WriteTensor<'_>]) -> impl Iterator<Item = &'i DeviceBytes> {
+    items.iter().filter_map(|item| match &item.data {
         TensorData::Device(bytes) => Some(bytes),
         _ => None,
-    }))
+    })
 }
 
 /// Returns the number of threads of an upload of `parts` parts, and how many of them may copy at

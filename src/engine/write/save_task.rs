@@ -56,11 +56,6 @@ impl<'p> SaveTask<'p> {
         self.items.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    /// True if SHA-256 is among the hashes.
-    pub fn has_sha(&self) -> bool {
-        self.hashes == Some(Hashes::All)
-    }
-
     /// Writes chunks that are adjacent in the file.
     ///
     /// A small tensor comes as one chunk: it is hashed first, and its header is written with it.
@@ -164,7 +159,8 @@ impl<'p> SaveTask<'p> {
         let inputs =
             drafts.iter().map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()));
         let inputs = inputs.collect::<Vec<_>>();
-        let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()));
+        let sha = self.hashes == Some(Hashes::All);
+        let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, sha));
         let drafts = drafts.into_iter().zip(digests);
         let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
             self.finish_header(chunk.tensor, draft, &digests)
@@ -204,7 +200,7 @@ impl<'p> SaveTask<'p> {
         let crypt = self.encryptor(tensor)?.map_or(Vec::new(), Encryptor::encode);
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
         let digest = match &self.manifest {
-            Some(manifest) => Some(manifest.digest(&header).into()),
+            Some(manifest) => Some(manifest.digest(&header).0),
             None => self.needs_digests.then(|| sha256(&header)),
         };
         if let Some(digest) = digest {

@@ -54,7 +54,7 @@ pub fn plan_jobs(
     staging: usize,
     batch_len: u64,
 ) -> Vec<WriteJob> {
-    let mut jobs = Interleaver { max_interleaved, interleaved: Vec::new(), jobs: Vec::new() };
+    let (mut jobs, mut interleaved) = (Vec::new(), Vec::new());
     let in_memory = |tensors| batches(items, tensors, batch_len).into_iter().map(WriteJob::Memory);
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
@@ -71,20 +71,23 @@ pub fn plan_jobs(
             TensorData::Bytes(_)
                 if max_interleaved > 1 && item.entry.data_len >= INTERLEAVE_LEN =>
             {
-                jobs.jobs.extend(in_memory(first..tensor));
-                jobs.interleave(in_memory(tensor..tensor + 1).collect());
+                jobs.extend(in_memory(first..tensor));
+                interleaved.push(in_memory(tensor..tensor + 1).collect());
+                if interleaved.len() == max_interleaved {
+                    jobs.extend(interleave(std::mem::take(&mut interleaved)));
+                }
                 first = tensor + 1;
                 continue;
             }
             TensorData::Bytes(_) | TensorData::Meta => continue,
         };
-        jobs.jobs.extend(in_memory(first..tensor));
+        jobs.extend(in_memory(first..tensor));
         first = if let WriteJob::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
-        jobs.jobs.push(alone);
+        jobs.push(alone);
     }
-    jobs.jobs.extend(in_memory(first..items.len()));
-    jobs.flush();
-    jobs.jobs
+    jobs.extend(in_memory(first..items.len()));
+    jobs.extend(interleave(interleaved));
+    jobs
 }
 
 const LIMITS: BatchLimits = BatchLimits {
@@ -146,25 +149,12 @@ fn group_end(items: &[WriteTensor<'_>], first: usize, staging: usize) -> usize {
     first + count
 }
 
-struct Interleaver {
-    max_interleaved: usize,
-    /// The batches of tensors that will be interleaved.
-    interleaved: Vec<VecDeque<WriteJob>>,
-    jobs: Vec<WriteJob>,
-}
-
-impl Interleaver {
-    fn interleave(&mut self, tensor: VecDeque<WriteJob>) {
-        self.interleaved.push(tensor);
-        if self.interleaved.len() == self.max_interleaved {
-            self.flush();
-        }
+/// Returns the batches of several tensors by turns.
+fn interleave(mut tensors: Vec<VecDeque<WriteJob>>) -> Vec<WriteJob> {
+    let mut jobs = Vec::new();
+    while !tensors.is_empty() {
+        jobs.extend(tensors.iter_mut().filter_map(VecDeque::pop_front));
+        tensors.retain(|tensor| !tensor.is_empty());
     }
-
-    fn flush(&mut self) {
-        while !self.interleaved.is_empty() {
-            self.jobs.extend(self.interleaved.iter_mut().filter_map(VecDeque::pop_front));
-            self.interleaved.retain(|tensor| !tensor.is_empty());
-        }
-    }
+    jobs
 }
