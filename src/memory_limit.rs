@@ -93,8 +93,8 @@ pub struct SaveNeeds {
     pub threads: usize,
     /// Bytes of each thread apart from copies: a connection, tensors that are brought one by one.
     pub thread_bytes: u64,
-    /// Number of copies that each thread has of the bytes it writes: one, and another if they are
-    /// encrypted.
+    /// Number of copies that each thread has of the bytes it writes: one if they are hashed, and
+    /// another if they are encrypted.
     pub copies: u64,
     /// True if copies wait for hashes.
     pub hashes: bool,

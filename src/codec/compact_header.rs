@@ -75,12 +75,8 @@ impl CompactHeader {
             CoveredBytes::Bytes { bytes, zeros } => {
                 let (start, end) = bytes.split_last_chunk::<END_LEN>().unwrap_or((bytes, &[0; 8]));
                 let mut hash = StreamHash::new(start, true);
-                let mut remaining_zeros = *zeros;
-                while let Some(some) =
-                    ZEROS.get(..remaining_zeros.min(ZEROS.len())).filter(|_| remaining_zeros > 0)
-                {
-                    hash.update(some);
-                    remaining_zeros -= some.len();
+                for done in (0..*zeros).step_by(ZEROS.len()) {
+                    hash.update(ZEROS.get(..zeros - done).unwrap_or(&ZEROS));
                 }
                 hash.update(end);
                 hash
@@ -117,8 +113,8 @@ impl CompactHeader {
 /// different values at least one fails anyway.
 fn distinct(header: &TensorHeader<'_>) -> Box<[HashValue]> {
     let mut hashes: Vec<HashValue> = Vec::with_capacity(2);
-    for stored in header.hashes() {
-        let hash = HashValue::new(stored.algorithm, header.hash_value(&stored));
+    for (algorithm, at) in header.hashes() {
+        let hash = HashValue::new(algorithm, header.raw.get(at).unwrap_or(&[]));
         let same = hashes.iter().filter(|retained| retained.algorithm == hash.algorithm).count();
         if same < 2 && !hashes.contains(&hash) {
             hashes.push(hash);
@@ -128,15 +124,11 @@ fn distinct(header: &TensorHeader<'_>) -> Box<[HashValue]> {
 }
 
 fn zeros_at_end(bytes: &[u8]) -> usize {
-    let mut zeros = 0;
-    for chunk in bytes.rchunks(ZEROS.len()) {
-        if ZEROS.get(..chunk.len()) == Some(chunk) {
-            zeros += chunk.len();
-            continue;
-        }
-        return zeros + chunk.iter().rev().take_while(|byte| **byte == 0).count();
-    }
-    zeros
+    // Whole chunks first, which are compared faster than one byte after another.
+    let is_zero = |chunk: &&[u8]| ZEROS.get(..chunk.len()) == Some(*chunk);
+    let zeros: usize = bytes.rchunks(ZEROS.len()).take_while(is_zero).map(<[u8]>::len).sum();
+    let rest = bytes.split_at(bytes.len() - zeros).0;
+    zeros + rest.iter().rev().take_while(|byte| **byte == 0).count()
 }
 
 impl HashValue {

@@ -87,24 +87,6 @@ impl<'o> Decryptor<'o> {
         Ok(())
     }
 
-    /// Waits for the header of a tensor, and returns the pieces and the key of its data.
-    fn wait_for_header(
-        &self,
-        tensor: TensorNumber,
-        cancel: &dyn Cancel,
-    ) -> Result<Option<&(EncryptedPieces, Key)>> {
-        let slot = tensor.of(&self.ciphers)?;
-        let (lock, header_arrived) = &self.header_arrived;
-        while slot.get().is_none() {
-            cancel.check()?;
-            let guard = unpoisoned(lock.lock());
-            if slot.get().is_none() {
-                drop(unpoisoned(header_arrived.wait_timeout(guard, IDLE)));
-            }
-        }
-        Ok(slot.get().and_then(Option::as_ref))
-    }
-
     /// Decrypts data from `start` on in place, once the tensor's header is there. They are whole
     /// pieces.
     pub fn decrypt(
@@ -114,7 +96,16 @@ impl<'o> Decryptor<'o> {
         bytes: &mut [u8],
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        let Some((pieces, key)) = self.wait_for_header(tensor, cancel)? else { return Ok(()) };
+        let slot = tensor.of(&self.ciphers)?;
+        let (lock, header_arrived) = &self.header_arrived;
+        while slot.get().is_none() {
+            cancel.check()?;
+            let guard = unpoisoned(lock.lock());
+            if slot.get().is_none() {
+                drop(unpoisoned(header_arrived.wait_timeout(guard, IDLE)));
+            }
+        }
+        let Some(Some((pieces, key))) = slot.get() else { return Ok(()) };
         let (mut at, mut rest) = (start, bytes);
         while !rest.is_empty() {
             let (number, piece_start, piece_end) = pieces.piece(at);

@@ -116,20 +116,18 @@ impl Entry {
         data_offset: u64,
         data_len: u64,
     ) -> Self {
-        let (kind, header_offset) = (TensorKind::StateDict, data_offset);
-        let (long, whole, strided) = (false, None, false);
         Entry {
             name,
-            kind,
+            kind: TensorKind::StateDict,
             dtype,
             shape,
-            long,
+            long: false,
             file,
-            header_offset,
+            header_offset: data_offset,
             data_offset,
             data_len,
-            whole,
-            strided,
+            whole: None,
+            strided: false,
         }
     }
 

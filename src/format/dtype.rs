@@ -118,14 +118,10 @@ impl DType {
         })
     }
 
-    /// Its name in safetensors, and the number of values there in one element.
-    pub fn safetensors(self) -> Option<(&'static str, u64)> {
-        self.0.safetensors.map(|found| (found.name, u64::from(found.values)))
-    }
-
-    /// Its sort rank in safetensors, which writes data in descending order of rank.
-    pub fn rank_in_safetensors(self) -> Option<u8> {
-        self.0.safetensors.map(|found| found.rank)
+    /// Its name in safetensors, the number of values there in one element, and its sort rank:
+    /// safetensors writes data in descending order of rank.
+    pub fn safetensors(self) -> Option<(&'static str, u64, u8)> {
+        self.0.safetensors.map(|found| (found.name, u64::from(found.values), found.rank))
     }
 
     /// True if torch has this type.

@@ -81,7 +81,8 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     let ends: Vec<u64> = ends.collect();
     if let Some((central, _)) = raw.iter().zip(&ends).find(|(central, end)| !central.ends_by(**end))
     {
-        return Err(central.overlaps(base));
+        let at = base.saturating_add(central.header_at);
+        return Err(overlaps(&String::from_utf8_lossy(central.name), at, central.packed));
     }
     let is_needed = |central: &CentralEntry<'_>| {
         central.name.strip_prefix(folder).is_some_and(|name| {
@@ -181,14 +182,6 @@ impl<'b> CentralEntry<'b> {
     fn ends_by(&self, end: u64) -> bool {
         let header = LOCAL_LEN.saturating_add(self.name.len() as u64);
         self.header_at.saturating_add(header).saturating_add(self.packed) <= end
-    }
-
-    fn overlaps(&self, base: u64) -> Malformed {
-        overlaps(
-            &String::from_utf8_lossy(self.name),
-            base.saturating_add(self.header_at),
-            self.packed,
-        )
     }
 
     fn record(self, end: u64) -> Result<Record, Malformed> {

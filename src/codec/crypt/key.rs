@@ -6,6 +6,7 @@ use std::sync::Arc;
 use zeroize::Zeroizing;
 
 use super::sodium::{self, KEY_LEN, Page};
+use crate::error::{Error, Result};
 
 /// A key of XSalsa20-Poly1305. Clones share the memory.
 #[derive(Clone)]
@@ -14,16 +15,17 @@ pub struct Key(Arc<LockedPage>);
 struct LockedPage(Box<Page>);
 
 impl Key {
-    /// A key of 32 bytes; None for any other number.
-    pub fn new(bytes: &[u8]) -> Option<Self> {
+    /// A key of 32 bytes; an error for any other number.
+    pub fn new(bytes: &[u8]) -> Result<Self> {
         if bytes.len() != KEY_LEN {
-            return None;
+            let what = format!("expected a key of {KEY_LEN} bytes, found {}", bytes.len());
+            return Err(Error::InvalidArgument(what));
         }
         let mut page = Box::new(Page([0; KEY_LEN]));
         sodium::lock(&mut page);
         // Copied straight into the locked page, so that no other copy is left.
         page.0.copy_from_slice(bytes);
-        Some(Key(Arc::new(LockedPage(page))))
+        Ok(Key(Arc::new(LockedPage(page))))
     }
 
     /// The bytes.
@@ -32,7 +34,7 @@ impl Key {
     }
 
     /// Derives another key for a purpose. The derived key reveals nothing about this one.
-    pub fn subkey(&self, purpose: &str) -> Option<Key> {
+    pub fn subkey(&self, purpose: &str) -> Result<Key> {
         let derived = Zeroizing::new(sodium::keyed_hash(purpose.as_bytes(), self.bytes()));
         Key::new(&*derived)
     }
@@ -68,7 +70,7 @@ mod tests {
         assert_eq!(key, Key::new(&[7; 32]).unwrap());
         assert_ne!(key, Key::new(&[8; 32]).unwrap());
         assert_eq!(format!("{key:?}"), "Key(..)");
-        assert!(Key::new(&[7; 31]).is_none());
+        assert!(Key::new(&[7; 31]).is_err());
         assert_ne!(key.subkey("a").unwrap(), key.subkey("b").unwrap());
     }
 

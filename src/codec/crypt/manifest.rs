@@ -18,7 +18,7 @@ pub const MANIFEST_LEN: usize = MAGIC.len() + 32;
 /// A keyed hash of a header, which cannot be computed without the key. Comparisons take constant
 /// time, so their duration reveals nothing.
 #[derive(Clone, Copy)]
-pub struct HeaderTag([u8; 32]);
+pub struct HeaderTag(pub [u8; 32]);
 
 impl PartialEq for HeaderTag {
     fn eq(&self, other: &Self) -> bool {
@@ -26,27 +26,18 @@ impl PartialEq for HeaderTag {
     }
 }
 
-impl From<HeaderTag> for [u8; 32] {
-    fn from(tag: HeaderTag) -> Self {
-        tag.0
-    }
-}
-
 /// Computes and verifies manifests with one key.
-pub struct Manifest {
-    key: Key,
-}
+pub struct Manifest(Key);
 
 impl Manifest {
     /// Derives the manifest's key from the key of a file.
     pub fn new(key: &Key) -> Result<Self> {
-        let key = key.subkey("tensorizer manifest 1");
-        Ok(Manifest { key: key.ok_or_else(|| Error::Bug("no key for a manifest".to_owned()))? })
+        Ok(Manifest(key.subkey("tensorizer manifest 1")?))
     }
 
     /// Computes the keyed hash of a header.
     pub fn digest(&self, header: &[u8]) -> HeaderTag {
-        HeaderTag(sodium::keyed_hash(header, self.key.bytes()))
+        HeaderTag(sodium::keyed_hash(header, self.0.bytes()))
     }
 
     /// Writes the manifest of an index block into its last bytes, which are free.
@@ -54,9 +45,7 @@ impl Manifest {
         let tag = self.tag(prologue, index, headers)?;
         let end = index.last_chunk_mut::<MANIFEST_LEN>();
         let end = end.ok_or_else(|| Error::Bug("no room for a manifest".to_owned()))?;
-        for (slot, byte) in end.iter_mut().zip(MAGIC.into_iter().chain(tag)) {
-            *slot = byte;
-        }
+        end.copy_from_slice(&[MAGIC.as_slice(), &tag].concat());
         Ok(())
     }
 
@@ -79,6 +68,6 @@ impl Manifest {
         let len = parts.iter().map(|part| part.len()).sum();
         let mut text = try_with_capacity(len, "what a manifest covers")?;
         parts.into_iter().for_each(|part| text.extend_from_slice(part));
-        Ok(sodium::keyed_hash(&text, self.key.bytes()))
+        Ok(sodium::keyed_hash(&text, self.0.bytes()))
     }
 }

@@ -34,20 +34,15 @@ impl EncryptedPieces {
     /// Takes the pieces from a header's description of the data; the error says what is wrong with
     /// it.
     pub fn of(cipher: &Cipher, data_len: u64) -> std::result::Result<Self, String> {
-        let (piece_len, nonce, macs) = match cipher {
-            Cipher::Sequential { nonce, mac } => (data_len, *nonce, vec![*mac]),
-            Cipher::Parallel { piece_len, nonce, macs } => {
-                // A single tag covers all data, whatever length of pieces the header states.
-                if macs.len() > 1 && *piece_len != PIECE_LEN {
-                    return Err(format!(
-                        "it is encrypted in pieces of {piece_len} bytes: expected one piece, or \
-                         pieces of {PIECE_LEN} bytes, which all writers use"
-                    ));
-                }
-                let piece_len = if macs.len() == 1 { data_len } else { PIECE_LEN };
-                (piece_len, *nonce, macs.clone())
-            }
-        };
+        let Cipher { piece_len: stated, nonce, macs } = cipher.clone();
+        // A single tag covers all data, whatever length of pieces the header states.
+        if let Some(stated) = stated.filter(|&len| macs.len() > 1 && len != PIECE_LEN) {
+            return Err(format!(
+                "it is encrypted in pieces of {stated} bytes: expected one piece, or pieces of \
+                 {PIECE_LEN} bytes, which all writers use"
+            ));
+        }
+        let piece_len = if macs.len() == 1 { data_len } else { PIECE_LEN };
         let expected = data_len.div_ceil(piece_len.max(1));
         if data_len > 0 && macs.len() as u64 != expected {
             return Err(format!(
@@ -73,9 +68,7 @@ impl EncryptedPieces {
     /// Decrypts one whole piece in place; false if its tag does not match.
     #[must_use]
     pub fn decrypt(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {
-        let Some(mac) = usize::try_from(number).ok().and_then(|at| self.macs.get(at)) else {
-            return false;
-        };
+        let Some(mac) = self.macs.get(sys::to_usize(number)) else { return false };
         sodium::open(bytes, mac, &nonce_of(&self.nonce, number), key.bytes())
     }
 }

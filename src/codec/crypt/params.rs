@@ -9,9 +9,11 @@ use super::sodium::KEY_LEN;
 use super::{Key, sodium};
 use crate::cancel::{self, Cancel, ProcessLock, run_detached};
 use crate::error::{Error, Result};
+use crate::fallible::out_of_memory;
 use crate::format::tensors::crypt_info::KeyDerivation;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::sync::unpoisoned;
+use crate::sys::to_usize;
 
 /// Minimum number of passes of Argon2id, as in libsodium.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -30,8 +32,8 @@ const USUAL_WORK: u128 = 8 << 30;
 /// Maximum number of derived keys that one file may require.
 const MAX_KEYS: usize = 64;
 
-/// Options for encryption.
-#[derive(Debug, Clone)]
+/// Options for encryption. Keys are compared in constant time.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncryptionOptions {
     /// The key.
     pub key: Key,
@@ -179,12 +181,7 @@ static DERIVING: ProcessLock = ProcessLock::new();
 /// Derives a key from a passphrase. A running derivation cannot be stopped. If the call is
 /// cancelled, its thread runs to the end, and the next derivation waits for it.
 pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) -> Result<Key> {
-    let out_of_memory = || Error::OutOfMemory {
-        bytes: derivation.memlimit,
-        what: "the derivation of a key".to_owned(),
-        error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
-    };
-    let memlimit = usize::try_from(derivation.memlimit).map_err(|_| out_of_memory())?;
+    let memlimit = to_usize(derivation.memlimit);
     let (source, KeyDerivation { opslimit, salt, .. }) =
         (Zeroizing::new(source.to_vec()), derivation.clone());
     let caller = Arc::new(());
@@ -195,8 +192,8 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)
     })?;
-    let out = derived.ok_or_else(out_of_memory)?;
-    Key::new(&*out).ok_or_else(|| Error::Bug("a derived key of another length".to_owned()))
+    let none = || out_of_memory(derivation.memlimit, "the derivation of a key");
+    Key::new(&*derived.ok_or_else(none)?)
 }
 
 impl EncryptionOptions {

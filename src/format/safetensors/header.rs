@@ -40,7 +40,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
         metadata: None,
     };
     let mut from = serde_json::Deserializer::from_str(text);
-    let read = from.deserialize_map(HeaderVisitor(&mut raw)).and_then(|()| from.end());
+    let read = from.deserialize_map(&mut raw).and_then(|()| from.end());
     read.map_err(|e| failed(&e.to_string()))?;
     let data_at = at.saturating_add(json.len() as u64);
     let mut tensors = raw.tensors;
@@ -210,9 +210,7 @@ impl<'de> Deserialize<'de> for Shape {
 }
 
 /// Parses all members of a header.
-struct HeaderVisitor<'r, 'j>(&'r mut UncheckedHeader<'j>);
-
-impl<'de: 'j, 'j> Visitor<'de> for HeaderVisitor<'_, 'j> {
+impl<'de: 'j, 'j> Visitor<'de> for &mut UncheckedHeader<'j> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -220,18 +218,17 @@ impl<'de: 'j, 'j> Visitor<'de> for HeaderVisitor<'_, 'j> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let HeaderVisitor(raw) = self;
         let mut told = false;
         while let Some(BorrowedText(key)) = map.next_key()? {
             if key != METADATA {
                 // Duplicate names are found later, when the names of all tensors are put together.
-                raw.tensors.push((key, map.next_value()?));
+                self.tensors.push((key, map.next_value()?));
                 continue;
             }
             if std::mem::replace(&mut told, true) {
                 return Err(de::Error::duplicate_field(METADATA));
             }
-            raw.metadata = map.next_value::<Option<StringMap>>()?.map(|s| s.0);
+            self.metadata = map.next_value::<Option<StringMap>>()?.map(|s| s.0);
         }
         Ok(())
     }

@@ -38,7 +38,7 @@ impl SafetensorsTensor {
     /// The header's JSON for this tensor.
     fn described(&self, start: u64, end: u64) -> Result<String> {
         let none = || refused(format!("tensor `{}`: safetensors has no {}", self.name, self.dtype));
-        let (dtype, values) = self.dtype.safetensors().ok_or_else(none)?;
+        let (dtype, values, _) = self.dtype.safetensors().ok_or_else(none)?;
         let mut shape = self.shape.clone();
         if values > 1 {
             let last = shape.last_mut().ok_or_else(none)?;
@@ -61,9 +61,8 @@ fn sorted(tensors: Vec<SafetensorsTensor>) -> Result<Vec<(String, usize, Safeten
                 "a tensor of a safetensors file cannot be named `{METADATA}`"
             )));
         }
-        let rank = dtype.rank_in_safetensors();
         let none = || refused(format!("tensor `{name}`: safetensors has no {dtype}"));
-        let rank = rank.ok_or_else(none)?;
+        let (_, _, rank) = dtype.safetensors().ok_or_else(none)?;
         sorted.push((Reverse(rank), key, number, tensor));
     }
     sorted.sort_unstable_by(|one, other| (one.0, &one.1, one.2).cmp(&(other.0, &other.1, other.2)));

@@ -29,25 +29,15 @@ pub struct KeyDerivation {
     pub salt: [u8; 16],
 }
 
-/// The encryption of a tensor's data.
+/// The encryption of a tensor's data: XSalsa20-Poly1305 for each piece by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Cipher {
-    /// XSalsa20-Poly1305 for each piece by itself.
-    Parallel {
-        /// Bytes per piece; the last may be shorter.
-        piece_len: u64,
-        /// Nonce of the first piece; a 192-bit little-endian counter.
-        nonce: [u8; 24],
-        /// The authentication tag of each piece.
-        macs: Vec<[u8; MAC_LEN]>,
-    },
-    /// XSalsa20-Poly1305 over all of the data at once.
-    Sequential {
-        /// The nonce.
-        nonce: [u8; 24],
-        /// The authentication tag.
-        mac: [u8; MAC_LEN],
-    },
+pub struct Cipher {
+    /// Bytes per piece; the last may be shorter. None for one piece of all data.
+    pub piece_len: Option<u64>,
+    /// Nonce of the first piece; a 192-bit little-endian counter.
+    pub nonce: [u8; 24],
+    /// The authentication tag of each piece.
+    pub macs: Vec<[u8; MAC_LEN]>,
 }
 
 /// The contents of an encryption block. Both fields are None for a tensor without data.
@@ -106,12 +96,13 @@ impl CryptInfo {
                 let count = chunk.u64("MAC count")?;
                 let tags = chunk.take(to_usize(count).saturating_mul(MAC_LEN), "MACs")?;
                 let macs = tags.as_chunks::<MAC_LEN>().0.to_vec();
-                let found = Cipher::Parallel { piece_len, nonce, macs };
+                let found = Cipher { piece_len: Some(piece_len), nonce, macs };
                 set_once(&mut self.cipher, found, "cipher", &chunk)
             }
             CHUNK_SEQUENTIAL => {
-                let (nonce, mac) = (chunk.fixed("nonce")?, chunk.fixed("MAC")?);
-                set_once(&mut self.cipher, Cipher::Sequential { nonce, mac }, "cipher", &chunk)
+                let (nonce, macs) = (chunk.fixed("nonce")?, vec![chunk.fixed("MAC")?]);
+                let found = Cipher { piece_len: None, nonce, macs };
+                set_once(&mut self.cipher, found, "cipher", &chunk)
             }
             other => Err(chunk.error(format!("unknown encryption chunk type {other}"))),
         }
@@ -177,10 +168,10 @@ impl std::fmt::Display for CryptInfo {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.cipher {
             None => f.write_str("no data, not encrypted")?,
-            Some(Cipher::Parallel { piece_len, macs, .. }) => {
+            Some(Cipher { piece_len: Some(piece_len), macs, .. }) => {
                 write!(f, "XSalsa20-Poly1305 in {} pieces of {piece_len} bytes", macs.len())?;
             }
-            Some(Cipher::Sequential { .. }) => f.write_str("XSalsa20-Poly1305 in one piece")?,
+            Some(_) => f.write_str("XSalsa20-Poly1305 in one piece")?,
         }
         if let Some(kdf) = &self.key_derivation {
             write!(

@@ -7,7 +7,6 @@ use super::index::{
     dimension, dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
 };
 use crate::error::{Error, Malformed, Result};
-use crate::format::TensorKind;
 use crate::format::bytes::Cursor;
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
@@ -47,15 +46,6 @@ impl Algorithm {
     }
 }
 
-/// One hash of a header.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StoredHash {
-    /// The algorithm that computed it.
-    pub algorithm: Algorithm,
-    /// The range of the header that holds its value.
-    pub at: Range<usize>,
-}
-
 /// A tensor's header, as read.
 #[derive(Debug, Clone)]
 pub struct TensorHeader<'h> {
@@ -63,8 +53,6 @@ pub struct TensorHeader<'h> {
     pub raw: &'h [u8],
     /// Number of the owning module in `named_modules()` order.
     pub module_index: u16,
-    /// The tensor's role in the saved object.
-    pub kind: TensorKind,
     /// The range of the header that holds the hashes of header and data, after their count.
     hashes: Range<usize>,
     /// The encryption of the data; None in files without encryption.
@@ -114,12 +102,12 @@ impl<'h> TensorHeader<'h> {
                 format!("data length {} in the index, {data_len} in the header", entry.data_len),
             ));
         }
-        Ok(TensorHeader { raw, module_index, kind, hashes, crypt_info, crypt_at })
+        Ok(TensorHeader { raw, module_index, hashes, crypt_info, crypt_at })
     }
 
     /// The hashes of header and data: each with its algorithm, and the range of its value in the
     /// header.
-    pub fn hashes(&self) -> impl Iterator<Item = StoredHash> + '_ {
+    pub fn hashes(&self) -> impl Iterator<Item = (Algorithm, Range<usize>)> + '_ {
         let mut at = self.hashes.start;
         std::iter::from_fn(move || {
             let [code, size] = *self.raw.get(at..self.hashes.end)?.first_chunk()?;
@@ -127,14 +115,8 @@ impl<'h> TensorHeader<'h> {
             at = start + usize::from(size);
             // `parse` has validated the algorithm and the size.
             let algorithm = Algorithm::of(code)?;
-            Some(StoredHash { algorithm, at: start..at })
+            Some((algorithm, start..at))
         })
-    }
-
-    /// The value of a hash.
-    #[allow(clippy::indexing_slicing)] // `parse` has validated the range.
-    pub fn hash_value(&self, hash: &StoredHash) -> &'h [u8] {
-        &self.raw[hash.at.clone()]
     }
 
     /// The bytes of the header that hashes cover: hash values are zeroed, the encryption block is
@@ -142,8 +124,8 @@ impl<'h> TensorHeader<'h> {
     #[allow(clippy::indexing_slicing)] // `parse` has validated the ranges.
     pub fn covered(&self) -> Vec<u8> {
         let mut bytes = self.raw.to_vec();
-        for hash in self.hashes() {
-            bytes[hash.at].fill(0);
+        for (_, at) in self.hashes() {
+            bytes[at].fill(0);
         }
         if let Some(cut) = &self.crypt_at {
             bytes.drain(cut.clone());

@@ -13,13 +13,9 @@ pub const IDENTITY_LEN: usize = MAGIC.len() + 16;
 /// Identifies a file of storages: equal for the same storages, saved in the same way.
 pub type FileIdentity = [u8; 16];
 
-/// Writes an identity into the last bytes of `space`. Returns false if there are too few.
-pub fn write(space: &mut [u8], id: FileIdentity) -> bool {
-    let Some(end) = space.last_chunk_mut::<IDENTITY_LEN>() else { return false };
-    for (slot, byte) in end.iter_mut().zip(MAGIC.into_iter().chain(id)) {
-        *slot = byte;
-    }
-    true
+/// Encodes an identity, in [`IDENTITY_LEN`] bytes.
+pub fn encode(id: FileIdentity) -> Vec<u8> {
+    [MAGIC.as_slice(), &id].concat()
 }
 
 /// The identity in the last bytes of `space`, if there is one.
@@ -34,11 +30,11 @@ mod tests {
 
     #[test]
     fn written_identity_is_found() {
-        let mut space = [0; IDENTITY_LEN + 3];
+        let mut space = vec![0; 3];
         assert_eq!(find(&space), None);
-        assert!(write(&mut space, *b"0123456789abcdef"));
+        space.extend(encode(*b"0123456789abcdef"));
         assert_eq!(find(&space), Some(*b"0123456789abcdef"));
+        assert_eq!(space.len(), IDENTITY_LEN + 3);
         assert!(space.starts_with(&[0, 0, 0, b'T']));
-        assert!(!write(&mut [0; IDENTITY_LEN - 1], [0; 16]));
     }
 }

@@ -209,8 +209,8 @@ impl IndexValidator {
 }
 
 fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Malformed> {
-    let long = if prologue.versioned_entries {
-        match cursor.u32("entry version")? {
+    let long = prologue.versioned_entries
+        && match cursor.u32("entry version")? {
             TAG_SHORT => false,
             TAG_LONG => true,
             other => {
@@ -218,10 +218,7 @@ fn parse_entry(cursor: &mut Cursor<'_>, prologue: &Prologue) -> Result<Entry, Ma
                     "Unsupported index entry version: expected {TAG_SHORT} or {TAG_LONG}, found {other}"
                 )));
             }
-        }
-    } else {
-        false
-    };
+        };
     let at = cursor.offset();
     let len = cursor.u16("name length")?;
     let name = Name::parse(cursor.take(usize::from(len), "name")?)
@@ -261,12 +258,6 @@ fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> 
     Ok(entry)
 }
 
-/// Maximum bytes of a header that the format can need: name, type, shape, hashes, padding of up to
-/// 2 MiB, and an authentication tag of 16 bytes for each piece of at least 1 KiB of data.
-const fn longest_header(data_len: u64) -> u64 {
-    (4 << 20) + data_len / 64
-}
-
 fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str) -> Result<()> {
     let mut order: Vec<&Entry> = entries.iter().collect();
     order.sort_unstable_by_key(|entry| entry.header_offset);
@@ -288,7 +279,10 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
                 entry.header_offset, entry.data_offset
             )));
         }
-        let (len, most) = (entry.data_offset - entry.header_offset, longest_header(entry.data_len));
+        // The format can need this much: name, type, shape, hashes, padding of up to 2 MiB, and an
+        // authentication tag of 16 bytes for each piece of at least 1 KiB of data.
+        let most = (4 << 20) + entry.data_len / 64;
+        let len = entry.data_offset - entry.header_offset;
         if len > most {
             return Err(malformed(format!(
                 "expected a header of at most {most} bytes, found one of {len}"

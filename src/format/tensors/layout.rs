@@ -1,18 +1,16 @@
 //! The layout of a new file: the position of each tensor.
 
 use crate::error::{Error, Result};
-use crate::format::TensorKind;
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
-use crate::format::element_count;
 use crate::format::name::Name;
-use crate::format::tensors::crypt_info;
-use crate::format::tensors::crypt_info::PIECE_LEN;
+use crate::format::tensors::crypt_info::{self, PIECE_LEN};
 use crate::format::tensors::header::{Hashes, encoded_len};
 use crate::format::tensors::index::is_long;
 use crate::format::tensors::prologue::{
     VERSION_ENCRYPTED, VERSION_LONG, VERSION_META, VERSION_OPAQUE, VERSION_PLAIN,
 };
+use crate::format::{TensorKind, element_count};
 
 /// Minimum bytes of the index: the fixed length of the old package, 256 KiB.
 pub const MIN_INDEX_LEN: u64 = 256 << 10;

@@ -108,9 +108,7 @@ impl Prologue {
             &self.count.to_le_bytes(),
             &self.index_len.to_le_bytes(),
         ];
-        for (slot, byte) in out.iter_mut().zip(fields.into_iter().flatten()) {
-            *slot = *byte;
-        }
+        out.copy_from_slice(&fields.concat());
         out
     }
 }

@@ -20,20 +20,13 @@ pub fn len(metadata: &[u8], has_identity: bool) -> usize {
 }
 
 /// Writes encoded metadata and an identity to the end of `space`, which follows the entries.
-pub fn write(mut space: &mut [u8], metadata: &[u8], identity: Option<FileIdentity>) -> Result<()> {
-    let found = space.len();
-    let short = || {
-        let needed = len(metadata, identity.is_some());
-        Error::Bug(format!("{needed} bytes to be put into {found} after the index"))
-    };
-    if let Some(id) = identity {
-        if !identity::write(space, id) {
-            return Err(short());
-        }
-        space = space.split_last_chunk_mut::<IDENTITY_LEN>().ok_or_else(short)?.0;
-    }
-    let at = space.len().checked_sub(metadata.len()).ok_or_else(short)?;
-    space.split_at_mut(at).1.copy_from_slice(metadata);
+pub fn write(space: &mut [u8], metadata: &[u8], identity: Option<FileIdentity>) -> Result<()> {
+    let (needed, found) = (len(metadata, identity.is_some()), space.len());
+    let short = || Error::Bug(format!("{needed} bytes to be put into {found} after the index"));
+    let at = found.checked_sub(needed).ok_or_else(short)?;
+    let (to_metadata, to_identity) = space.split_at_mut(at).1.split_at_mut(metadata.len());
+    to_metadata.copy_from_slice(metadata);
+    to_identity.copy_from_slice(&identity.map_or(Vec::new(), identity::encode));
     Ok(())
 }
 

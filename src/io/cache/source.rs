@@ -74,27 +74,23 @@ impl Cache {
             wanting: Arc::default(),
             owner: OwnerProcess::current(),
         });
-        Ok(Arc::new(CachedSource { facts: CachedFacts::new(&state), state }))
+        Ok(Arc::new(CachedSource::new(state)))
     }
 }
 
 /// A source of a server with the cache before it.
 struct CachedSource {
-    facts: CachedFacts,
     state: Arc<CacheState>,
-}
-
-/// The facts of a source while bytes are read past the cache, while its entry is filled, and while
-/// its entry is complete.
-struct CachedFacts {
+    /// The facts while bytes are read past the cache, while its entry is filled, and while its
+    /// entry is complete.
     past: Facts,
     filling: Facts,
     complete: Facts,
 }
 
-impl CachedFacts {
-    fn new(state: &Arc<CacheState>) -> Self {
-        let (announced, discarded) = (Arc::clone(state), Arc::clone(state));
+impl CachedSource {
+    fn new(state: Arc<CacheState>) -> Self {
+        let (announced, discarded) = (Arc::clone(&state), Arc::clone(&state));
         let copy = LocalCopy {
             path: state.cache.path(&state.version.name),
             discard: Some(Arc::new(move |remove| discarded.discard(remove))),
@@ -109,7 +105,11 @@ impl CachedFacts {
         let server = Some(ServerFile { local_copy: Some(copy), ..server });
         let filling = Facts { server, ..past.clone() };
         let complete = Facts { is_local: true, ..filling.clone() };
-        CachedFacts { past, filling, complete }
+        CachedSource { state, past, filling, complete }
+    }
+
+    fn local(&self) -> Option<Arc<FileSource>> {
+        self.state.slot.lock().local.clone()
     }
 }
 
@@ -146,12 +146,6 @@ struct Slot {
     is_announced: bool,
 }
 
-impl CachedSource {
-    fn local(&self) -> Option<Arc<FileSource>> {
-        self.state.slot.lock().local.clone()
-    }
-}
-
 impl CacheState {
     /// Reads some bytes of a file that was not complete when it was opened.
     fn read(
@@ -167,11 +161,8 @@ impl CacheState {
             let arrived = if is_owner { entry.arrived() } else { entry.entry.arrived() };
             let is_coming = is_owner && arrived < wanted.end && entry.is_fetching(wanted);
             if arrived > wanted.start && !is_coming {
-                match read_cached(
-                    &entry.entry.file,
-                    &(wanted.start..wanted.end.min(arrived)),
-                    buffers,
-                ) {
+                let present = wanted.start..wanted.end.min(arrived);
+                match read_cached(&entry.entry.file, &present, buffers) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == ErrorKind::Interrupted => {}
                     _ => self.disable(&"cached bytes cannot be read"),
@@ -340,9 +331,9 @@ impl ReadAt for CachedSource {
     fn facts(&self) -> &Facts {
         let slot = self.state.slot.lock();
         match (&slot.local, &slot.entry) {
-            (Some(_), _) => &self.facts.complete,
-            (None, Some(_)) if slot.disabled.is_none() => &self.facts.filling,
-            (None, _) => &self.facts.past,
+            (Some(_), _) => &self.complete,
+            (None, Some(_)) if slot.disabled.is_none() => &self.filling,
+            (None, _) => &self.past,
         }
     }
 

@@ -10,11 +10,10 @@ use super::request::{COMBINE_LIMIT, CloudObject, CloudResponse, UploadRequest, d
 use crate::cancel::Cancel;
 use crate::error::{Error, Escaped, Result};
 use crate::io::object::checksum::Checksum;
-use crate::io::object::upload::{SentPart, UploadLimits, UploadProtocol};
+use crate::io::object::upload::{SentPart, UploadProtocol};
 
-/// A fifth of the 50,000 blocks of a blob: blocks of failed uploads count too, up to 100,000.
-pub const LIMITS: UploadLimits =
-    UploadLimits { max_parts: 10_000, min_part_len: 1, max_part_len: 4000 << 20 };
+/// Bytes of the longest block.
+pub const MAX_PART_LEN: u64 = 4000 << 20;
 /// The metadata with the mark of a blob. Its name may have letters and digits only.
 pub const MARK: &str = "x-ms-meta-tensorizerupload";
 /// The error code for blocks that do not exist, or no longer exist, in this blob.
@@ -27,9 +26,10 @@ const TOO_MANY_BLOCKS: &str = "BlockCountExceedsLimit";
 /// A blob.
 pub struct Blob(pub CloudObject);
 
-/// The header with the checksum of a body.
-fn checksum(bytes: &[u8]) -> Option<(&'static str, String)> {
-    Some(("x-ms-content-crc64", Checksum::of(bytes).for_azure()))
+/// A request that sends a body and its checksum.
+fn put(bytes: &Bytes) -> UploadRequest<'static> {
+    let checksum = Some(("x-ms-content-crc64", Checksum::of(bytes).for_azure()));
+    UploadRequest { checksum, ..UploadRequest::new(Method::PUT, bytes.clone()) }
 }
 
 impl Blob {
@@ -43,11 +43,8 @@ impl Blob {
 
 impl UploadProtocol for Blob {
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let request = UploadRequest {
-            fields: &[("x-ms-blob-type", "BlockBlob"), self.0.mark()],
-            checksum: checksum(bytes),
-            ..UploadRequest::new(Method::PUT, bytes.clone())
-        };
+        let fields = &[("x-ms-blob-type", "BlockBlob"), self.0.mark()];
+        let request = UploadRequest { fields, ..put(bytes) };
         self.0.send_last(&request, bytes.len() as u64, cancel, done)
     }
 
@@ -58,11 +55,8 @@ impl UploadProtocol for Blob {
 
     fn part(&self, id: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<SentPart> {
         let tag = BASE64_STANDARD.encode(format!("{id}-{number:05}"));
-        let request = UploadRequest {
-            query: &[("comp", "block"), ("blockid", &tag)],
-            checksum: checksum(bytes),
-            ..UploadRequest::new(Method::PUT, bytes.clone())
-        };
+        let query = &[("comp", "block"), ("blockid", &*tag)];
+        let request = UploadRequest { query, ..put(bytes) };
         self.0.send(&request, cancel, |response| {
             let why = match response.code() {
                 OTHER_NAMES => {
@@ -89,9 +83,8 @@ impl UploadProtocol for Blob {
         let request = UploadRequest {
             query: &[("comp", "blocklist")],
             fields: &[self.0.mark()],
-            checksum: checksum(&text),
             stall_limit: COMBINE_LIMIT,
-            ..UploadRequest::new(Method::PUT, text.clone())
+            ..put(&text)
         };
         self.0.send_last(&request, len, cancel, |response| {
             if response.code() != OTHER_BLOCKS {

@@ -31,9 +31,9 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<U
     let object = |mark: &'static str| -> Result<_> {
         Ok(CloudObject { requests, cloud, url, identity, mark: (mark, new_mark()?), checksums })
     };
-    let (object, limits): (Arc<dyn UploadProtocol>, _) = match cloud {
-        Cloud::Google => (Arc::new(GoogleObject(object(google::MARK)?)), google::LIMITS),
-        Cloud::Azure => (Arc::new(Blob(object(azure::MARK)?)), azure::LIMITS),
+    let (object, max_part_len): (Arc<dyn UploadProtocol>, _) = match cloud {
+        Cloud::Google => (Arc::new(GoogleObject(object(google::MARK)?)), google::MAX_PART_LEN),
+        Cloud::Azure => (Arc::new(Blob(object(azure::MARK)?)), azure::MAX_PART_LEN),
     };
-    UploadSink::new(object, names, limits, options)
+    UploadSink::new(object, names, max_part_len, options)
 }

@@ -9,28 +9,25 @@ use super::request::{COMBINE_LIMIT, CloudObject, UploadRequest, done};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::object::checksum::for_google;
-use crate::io::object::upload::{SentPart, UploadLimits, UploadProtocol};
+use crate::io::object::upload::{SentPart, UploadProtocol};
 
-pub const LIMITS: UploadLimits =
-    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
+/// Bytes of the longest part.
+pub const MAX_PART_LEN: u64 = 5 << 30;
 /// The metadata with the mark of an object.
 pub const MARK: &str = "x-goog-meta-tensorizer-upload";
 
 /// An object of Google Cloud Storage.
 pub struct GoogleObject(pub CloudObject);
 
-/// The header with the checksum of a body.
-fn checksum(bytes: &[u8]) -> Option<(&'static str, String)> {
-    Some(("x-goog-hash", format!("crc32c={}", for_google(bytes))))
+/// A request that sends a body and its checksum.
+fn put(bytes: &Bytes) -> UploadRequest<'static> {
+    let checksum = Some(("x-goog-hash", format!("crc32c={}", for_google(bytes))));
+    UploadRequest { checksum, ..UploadRequest::new(Method::PUT, bytes.clone()) }
 }
 
 impl UploadProtocol for GoogleObject {
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let request = UploadRequest {
-            fields: &[self.0.mark()],
-            checksum: checksum(bytes),
-            ..UploadRequest::new(Method::PUT, bytes.clone())
-        };
+        let request = UploadRequest { fields: &[self.0.mark()], ..put(bytes) };
         self.0.send_last(&request, bytes.len() as u64, cancel, done)
     }
 
@@ -48,8 +45,7 @@ impl UploadProtocol for GoogleObject {
     fn part(&self, id: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<SentPart> {
         let request = UploadRequest {
             query: &[("partNumber", &number.to_string()), ("uploadId", id)],
-            checksum: checksum(bytes),
-            ..UploadRequest::new(Method::PUT, bytes.clone())
+            ..put(bytes)
         };
         self.0.send(&request, cancel, |response| {
             // It is copied into an XML document.

@@ -18,13 +18,12 @@ use crate::error::{Error, Result};
 use crate::io::OpenOptions;
 use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{
-    SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, confirm_if_present,
-    new_mark,
+    SentPart, UploadProtocol, UploadRequests, UploadSink, confirm_if_present, new_mark,
 };
 use crate::io::transport::{Failure, SdkClient, sdk_client, with_guarded_polls};
 
-const LIMITS: UploadLimits =
-    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
+/// Bytes of the longest part.
+const MAX_PART_LEN: u64 = 5 << 30;
 
 /// Creates an object. Finds the server and the credentials; nothing is sent before a part is
 /// complete.
@@ -52,7 +51,7 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<U
         mark: new_mark()?,
         checksum_support: OnceLock::new(),
     };
-    UploadSink::new(Arc::new(object), names, LIMITS, &options)
+    UploadSink::new(Arc::new(object), names, MAX_PART_LEN, &options)
 }
 
 /// An object of S3.

@@ -3,7 +3,7 @@
 use crate::cancel::POLL;
 use crate::environment::UPLOAD_MB;
 use crate::error::Result;
-use crate::fallible::try_repeat;
+use crate::fallible::try_zeroed;
 use crate::io::transport::TransportOptions;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard, unpoisoned};
 use crate::sys::to_usize;
@@ -137,7 +137,7 @@ impl PartMemory {
             state.held += 1;
         }
         drop(state);
-        try_repeat(0, len, "a part of an upload")
+        Ok(try_zeroed(len, "a part of an upload")?.into_vec())
     }
 
     /// Counts a complete part, which is being sent from now on.

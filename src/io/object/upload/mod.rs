@@ -26,13 +26,14 @@ use crate::sys::process::OwnerProcess;
 use crate::sys::sync::unpoisoned;
 use crate::sys::to_usize;
 use memory::{PartMemory, UploadBudget};
-use plan::PartPlan;
-pub(super) use plan::UploadLimits;
+use plan::{HEAD_PARTS, MAX_PARTS, PartPlan};
 pub(super) use protocol::{SentPart, UploadProtocol, confirm_if_present, new_mark};
 pub(super) use requests::UploadRequests;
 
 /// Time limit for the server to abort the upload of a cancelled call.
 const ABORT_LIMIT: Duration = Duration::from_millis(500);
+/// The number of the first part after the head.
+const FIRST_PART: u64 = HEAD_PARTS + 1;
 
 /// An object under construction. Clones are the same object.
 #[derive(Clone)]
@@ -43,7 +44,8 @@ struct MultipartUpload {
     owner: OwnerProcess,
     /// The address as messages show it.
     display_address: String,
-    limits: UploadLimits,
+    /// Bytes of the longest part that the protocol allows.
+    max_part_len: u64,
     /// Time limit for a server that neither sends nor takes bytes.
     stall: Duration,
     object: Arc<dyn UploadProtocol>,
@@ -82,7 +84,7 @@ impl UploadSink {
     pub(super) fn new(
         object: Arc<dyn UploadProtocol>,
         (display_address, target): (String, String),
-        limits: UploadLimits,
+        max_part_len: u64,
         options: &TransportOptions,
     ) -> Result<Self> {
         let budget = UploadBudget::new(options)?;
@@ -90,7 +92,7 @@ impl UploadSink {
             owner: OwnerProcess::current(),
             turn: SaveTurn::begin((None, target.into())),
             display_address,
-            limits,
+            max_part_len,
             stall: options.stall,
             object,
             state: Mutex::default(),
@@ -124,7 +126,7 @@ impl MultipartUpload {
 
     /// The plan of an object of `len` bytes with a head of `head` bytes.
     fn plan(&self, head: u64, len: u64) -> PartPlan {
-        PartPlan::new(self.limits, head, len)
+        PartPlan::new(self.max_part_len, head, len)
     }
 
     fn abort(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
@@ -182,11 +184,6 @@ impl MultipartUpload {
         Ok(())
     }
 
-    /// The number of the first part after the head.
-    fn first_part(&self) -> u64 {
-        self.limits.head_parts() + 1
-    }
-
     /// Copies bytes into the head, and returns how many belong there.
     fn write_head(state: &mut UploadState, head_len: u64, at: u64, bytes: &[u8]) -> Result<usize> {
         let start = to_usize(at);
@@ -204,8 +201,8 @@ impl MultipartUpload {
             let plan = state.plan.get_or_insert_with(|| self.plan(0, 0));
             let range = plan.part_at(offset).ok_or_else(|| {
                 Error::InvalidArgument(format!(
-                    "`{}` would have more than {} parts: write its tensors in fewer calls",
-                    self.display_address, self.limits.max_parts
+                    "`{}` would have more than {MAX_PARTS} parts: write its tensors in fewer calls",
+                    self.display_address
                 ))
             })?;
             let start = to_usize(offset - plan.head_len - range.start);
@@ -238,7 +235,7 @@ impl MultipartUpload {
             let Some((number, part)) = next else { return cancel.check() };
             let sending = self.memory.sending();
             let part = Bytes::from(part);
-            self.send(self.first_part() + number, &part, cancel)?;
+            self.send(FIRST_PART + number, &part, cancel)?;
             // The memory is free, unless a cancelled request still has it.
             sending.done(part.try_into_mut().ok().map(Vec::from));
         }
@@ -282,13 +279,13 @@ impl MultipartUpload {
             return self.note_cancellation(self.object.put(&Bytes::from(all), cancel));
         }
         for (number, tail) in tails {
-            self.send(self.first_part() + number, &Bytes::from(tail), cancel)?;
+            self.send(FIRST_PART + number, &Bytes::from(tail), cancel)?;
         }
         let head = Bytes::from(head);
         let part_len = to_usize(plan.part_len);
         for (number, start) in (1..).zip((0..head.len()).step_by(part_len)) {
             let end = head.len().min(start.saturating_add(part_len));
-            if number >= self.first_part() {
+            if number >= FIRST_PART {
                 return Err(Error::InvalidArgument(format!(
                     "the index of `{}` takes {} bytes: write its tensors in fewer calls",
                     self.display_address,

@@ -5,37 +5,19 @@ use crate::memory_limit::PART_LEN;
 /// Lengths of parts are multiples of this, and so of every alignment.
 const PART_UNIT: u64 = 2 << 20;
 
-/// The limits of a protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct UploadLimits {
-    /// The most parts of an object.
-    pub max_parts: u64,
-    /// Bytes of the shortest part, unless it is the last.
-    pub min_part_len: u64,
-    /// Bytes of the longest part.
-    pub max_part_len: u64,
-}
+/// The most parts of an object: those that S3 and Google allow, and a fifth of the 50,000 blocks of
+/// a blob of Azure, where blocks of failed uploads count too, up to 100,000.
+pub const MAX_PARTS: u64 = 10_000;
+/// Part numbers that are reserved for the head, which may grow.
+pub const HEAD_PARTS: u64 = MAX_PARTS / 10;
+/// Part numbers for the bytes after the head.
+const BODY_PARTS: u64 = MAX_PARTS - HEAD_PARTS;
+/// Part numbers for the announced length. More may be written, so some numbers stay free.
+const ANNOUNCED_PARTS: u64 = MAX_PARTS / 10 * 8;
 
-impl UploadLimits {
-    /// Part numbers that are reserved for the head, which may grow.
-    pub fn head_parts(self) -> u64 {
-        self.max_parts / 10
-    }
-
-    /// Part numbers for the bytes after the head.
-    fn body_parts(self) -> u64 {
-        self.max_parts - self.head_parts()
-    }
-
-    /// Part numbers for the announced length. More may be written, so some numbers stay free.
-    fn announced_parts(self) -> u64 {
-        self.max_parts / 10 * 8
-    }
-
-    /// Rounds a minimum length of parts up to one that the protocol allows.
-    fn rounded(self, len: u64) -> u64 {
-        len.clamp(PART_LEN.max(self.min_part_len), self.max_part_len).next_multiple_of(PART_UNIT)
-    }
+/// Rounds a minimum length of parts up to one that every protocol allows, and at most to `longest`.
+fn rounded(len: u64, longest: u64) -> u64 {
+    len.clamp(PART_LEN, longest).next_multiple_of(PART_UNIT)
 }
 
 /// An announced length counts as far more than the written length if it exceeds it by this factor.
@@ -48,7 +30,8 @@ const MUCH_MORE: u64 = 3;
 /// length. So part numbers never run out, however much is written.
 #[derive(Debug)]
 pub struct PartPlan {
-    limits: UploadLimits,
+    /// Bytes of the longest part that the protocol allows.
+    max_part_len: u64,
     /// Length of the head, which is written last; a multiple of the length of parts.
     pub head_len: u64,
     /// Length of each part of the head, and of the first parts after it.
@@ -71,11 +54,11 @@ pub struct PartRange {
 
 impl PartPlan {
     /// `head`: bytes that are written last. `len`: bytes of the whole file, as far as is known.
-    pub fn new(limits: UploadLimits, head: u64, len: u64) -> Self {
-        let part_len = limits.rounded(len.div_ceil(limits.announced_parts()));
+    pub fn new(max_part_len: u64, head: u64, len: u64) -> Self {
+        let part_len = rounded(len.div_ceil(ANNOUNCED_PARTS), max_part_len);
         let head_len = head.max(1).next_multiple_of(part_len);
         let announced = (len.saturating_sub(head_len), part_len);
-        PartPlan { limits, head_len, part_len, announced, ends: Vec::new() }
+        PartPlan { max_part_len, head_len, part_len, announced, ends: Vec::new() }
     }
 
     /// Announces that the file will have at least `len` bytes.
@@ -85,7 +68,7 @@ impl PartPlan {
         if len > end.saturating_mul(MUCH_MORE).max(self.announced.0) {
             // Half of the numbers: this may come again.
             let len_of_each = (len - end).div_ceil(self.remaining_numbers().div_ceil(2));
-            self.announced = (len, self.limits.rounded(len_of_each));
+            self.announced = (len, rounded(len_of_each, self.max_part_len));
         }
     }
 
@@ -100,7 +83,7 @@ impl PartPlan {
     pub fn part_at(&mut self, offset: u64) -> Option<PartRange> {
         let at = offset.saturating_sub(self.head_len);
         while self.ends.last().is_none_or(|&end| end <= at) {
-            if self.ends.len() as u64 == self.limits.body_parts() {
+            if self.ends.len() as u64 == BODY_PARTS {
                 return None;
             }
             let start = self.end();
@@ -121,7 +104,7 @@ impl PartPlan {
         let len = if start < until {
             len
         } else {
-            self.limits.rounded((2 * start).div_ceil(self.remaining_numbers()))
+            rounded((2 * start).div_ceil(self.remaining_numbers()), self.max_part_len)
         };
         len.max(self.longest_part())
     }
@@ -132,7 +115,7 @@ impl PartPlan {
 
     /// Part numbers that are left.
     fn remaining_numbers(&self) -> u64 {
-        self.limits.body_parts().saturating_sub(self.ends.len() as u64).max(1)
+        BODY_PARTS.saturating_sub(self.ends.len() as u64).max(1)
     }
 }
 
@@ -141,10 +124,7 @@ mod tests {
     use super::super::memory::{DEFAULT_WRITERS, UploadBudget};
     use super::*;
 
-    const S3: UploadLimits =
-        UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
-    const MANY: UploadLimits =
-        UploadLimits { max_parts: 50_000, min_part_len: 1, max_part_len: 4000 << 20 };
+    const S3: u64 = 5 << 30;
     const GB: u64 = 1_000_000_000;
     const INDEX: u64 = 300_000;
 
@@ -154,11 +134,7 @@ mod tests {
         while at < len {
             let part = plan.part_at(at).unwrap();
             assert_eq!((part.number, plan.head_len + part.start), (number, at));
-            assert!(
-                part.len >= PART_LEN
-                    && part.len <= S3.max_part_len
-                    && part.len.is_multiple_of(PART_UNIT)
-            );
+            assert!((PART_LEN..=S3).contains(&part.len) && part.len.is_multiple_of(PART_UNIT));
             assert_eq!(plan.part_at(at + part.len - 1), Some(part));
             at += part.len;
             number += 1;
@@ -193,36 +169,25 @@ mod tests {
 
     #[test]
     fn part_numbers_suffice_for_unannounced_bytes() {
-        for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3.max_part_len)] {
+        for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3)] {
             let mut plan = PartPlan::new(S3, 0, 0);
-            assert!(take_all_parts(&mut plan, len) <= S3.body_parts());
+            assert!(take_all_parts(&mut plan, len) <= BODY_PARTS);
             assert_eq!(plan.longest_part(), longest);
         }
         // Little at first, and then a model of which the size is known.
         let mut plan = PartPlan::new(S3, INDEX, 1 << 20);
         take_all_parts(&mut plan, 100 << 20);
         plan.announce(140 * GB);
-        assert!(take_all_parts(&mut plan, 140 * GB) <= S3.announced_parts());
+        assert!(take_all_parts(&mut plan, 140 * GB) <= ANNOUNCED_PARTS);
         assert_eq!(plan.longest_part(), 30 << 20);
         // More and more.
         let mut plan = PartPlan::new(S3, INDEX, 50 * GB);
         for calls in 1..=20 {
             plan.announce(calls * 50 * GB);
-            assert!(take_all_parts(&mut plan, calls * 50 * GB) < S3.body_parts());
+            assert!(take_all_parts(&mut plan, calls * 50 * GB) < BODY_PARTS);
         }
         assert!(plan.longest_part() <= 4 << 30);
         assert_eq!(PartPlan::new(S3, 0, 0).part_at(u64::MAX / 2), None);
-    }
-
-    #[test]
-    fn protocols_with_more_part_numbers_get_shorter_parts() {
-        let mut plan = PartPlan::new(MANY, INDEX, 140 * GB);
-        assert_eq!((plan.part_len, plan.longest_part()), (PART_LEN, PART_LEN));
-        assert_eq!(take_all_parts(&mut plan, 140 * GB), 16_689);
-        let mut plan = PartPlan::new(MANY, INDEX, 5000 * GB);
-        assert!(take_all_parts(&mut plan, 5000 * GB) <= MANY.announced_parts());
-        let greedy = UploadLimits { min_part_len: 30 << 20, ..MANY };
-        assert_eq!(PartPlan::new(greedy, INDEX, GB).part_len, 30 << 20);
     }
 
     #[test]

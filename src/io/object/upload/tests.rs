@@ -104,11 +104,10 @@ impl UploadProtocol for RamObject {
 }
 
 fn sink(object: &Arc<RamObject>) -> UploadSink {
-    let limits = UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
     let options = TransportOptions { stall: Duration::from_secs(1), ..options() };
     let names = (object.name.clone(), object.name.clone());
     let object: Arc<dyn UploadProtocol> = Arc::<RamObject>::clone(object);
-    UploadSink::new(object, names, limits, &options).unwrap()
+    UploadSink::new(object, names, 5 << 30, &options).unwrap()
 }
 
 fn object(name: &str) -> RamObject {
