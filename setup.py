@@ -46,17 +46,6 @@ def torch_there() -> Path | None:
     return Path(found) if found else None
 
 
-def find_torch() -> Path:
-    """Return the folder of the torch to build against, which must be there."""
-    found = torch_there()
-    if found is None:
-        sys.exit(
-            "tensorizer is built against the torch of the environment that it is installed into, "
-            f"and {sys.executable} has none: pip install torch first."
-        )
-    return found
-
-
 def supported_minors() -> tuple[int, int]:
     """Return the oldest and the newest minor of torch 2 that we build on."""
     found = re.search(
@@ -102,7 +91,12 @@ class BuildRust(build_rust):
             )
         if shutil.which(self.cargo) is None:
             sys.exit("tensorizer needs Rust to build: install it from https://rustup.rs.")
-        torch = find_torch()
+        torch = torch_there()
+        if torch is None:
+            sys.exit(
+                "tensorizer is built against the torch of the environment that it is installed "
+                f"into, and {sys.executable} has none: pip install torch first."
+            )
         minor = torch_minor(torch)
         os.environ["TENSORIZER_TORCH"] = str(torch)
         super().run()

@@ -29,19 +29,24 @@ impl TorchAllocator {
     pub fn take(&mut self, blocks: &[usize]) -> Result<UniquePtr<TorchBlocks>> {
         self.blocks.pin_mut().take(blocks).map_err(thrown)
     }
+
+    /// Has torch ask the driver for several of the next blocks at once: `least` to `most` bytes.
+    /// Returns how many that are; 0 if it does not.
+    pub fn reserve(&mut self, least: u64, most: u64) -> u64 {
+        self.blocks.pin_mut().reserve(least, most)
+    }
 }
 
 impl Allocate for TorchAllocator {
     fn allocate(&mut self, first: usize, lens: &[u64]) -> Result<Vec<DeviceMemory>> {
         let added = self.blocks.pin_mut().add(lens);
         added.map_err(|exception| allocation_error(&exception))?;
-        let blocks = self.blocks.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
         let memory = lens.iter().zip(first..).map(|(&len, at)| {
             // SAFETY: the block is new, has `len` bytes, and no other code has its address. The
             // list keeps it until it is handed out, for a stream that waits for its copies, or
             // until all copies have ended.
             Ok(unsafe {
-                DeviceMemory::new(blocks.block_address(at).map_err(thrown)?, to_usize(len))
+                DeviceMemory::new(self.blocks.block_address(at).map_err(thrown)?, to_usize(len))
             })
         });
         memory.collect()

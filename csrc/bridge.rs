@@ -19,6 +19,7 @@ mod ffi {
 
         type OpOptions = crate::torch::OpOptions;
         type TensorList = crate::torch::TensorList;
+        type TensorPlace = crate::torch::TensorPlace;
         type TorchBlocks = crate::torch::TorchBlocks;
     }
 
@@ -33,9 +34,7 @@ mod ffi {
         fn dtype(self: &LoadedTensors, at: usize) -> i8;
         fn shape(self: &LoadedTensors, at: usize) -> &[i64];
         fn take(self: &mut LoadedTensors, at: usize) -> Box<TorchHostMemory>;
-        fn block(self: &LoadedTensors, at: usize) -> i64;
-        fn device(self: &LoadedTensors, at: usize) -> usize;
-        fn offset(self: &LoadedTensors, at: usize) -> u64;
+        fn place(self: &LoadedTensors, at: usize) -> TensorPlace;
         fn devices(self: &LoadedTensors) -> usize;
         fn take_blocks(self: &mut LoadedTensors, device: usize) -> UniquePtr<TorchBlocks>;
 

@@ -15,8 +15,8 @@ fn main() {
 }
 
 const BRIDGES: &[&str] = &["torch.rs", "bridge.rs"];
-const SOURCES: &[&str] = &["blocks.cpp", "iterate.cpp", "ops.cpp", "tensor.cpp", "values.cpp"];
-const HEADERS: &[&str] = &["blocks.h", "errors.h", "iterate.h", "ops.h", "tensor.h", "values.h"];
+const SOURCES: &[&str] = &["blocks.cpp", "ops.cpp", "tensor.cpp", "values.cpp"];
+const HEADERS: &[&str] = &["blocks.h", "errors.h", "ops.h", "tensor.h", "values.h"];
 
 /// The torch minors that the sources build on. `setup.py` reads this line.
 const SUPPORTED: std::ops::RangeInclusive<u32> = 10..=15;

@@ -148,14 +148,8 @@ impl ToFill {
                 .map(to_usize)
                 .ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
             let (device, meta) = (info.device, entry.is_meta());
-            found.push(ToFill {
-                at,
-                number,
-                device,
-                address: out.writable(at).map_err(thrown)?,
-                len,
-                meta,
-            });
+            let address = out.writable(at).map_err(thrown)?;
+            found.push(ToFill { at, number, device, address, len, meta });
         }
         let mut ranges: Vec<(DeviceIndex, usize, usize)> = found
             .iter()

@@ -1,8 +1,7 @@
 //! Handles under which the Python classes and torch pass tensors to each other, each used once. The
 //! private operators `_lend` and `_take` are the other half.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use cxx::UniquePtr;
@@ -11,26 +10,12 @@ use tensorizer::error::{Error, Result};
 
 use crate::guard::guard;
 use crate::tensor::LoadedTensors;
-use crate::torch::{TensorList, thrown};
-
-/// Tensors that Python lent for the length of a call.
-pub struct LentTensors(UniquePtr<TensorList>);
-
-impl LentTensors {
-    /// Returns the tensors.
-    pub fn list(&self) -> Result<&TensorList> {
-        self.0.as_ref().ok_or_else(|| Error::Bug("no tensors were lent".to_owned()))
-    }
-
-    /// Tells autograd that the tensors were changed.
-    pub fn changed(&self) -> Result<()> {
-        self.list()?.changed().map_err(thrown)
-    }
-}
+use crate::torch::TensorList;
 
 static NEXT: AtomicI64 = AtomicI64::new(1);
-static LENT: ForkSafeMutex<Option<HashMap<i64, LentTensors>>> = ForkSafeMutex::new(None);
-static LOADED: ForkSafeMutex<Option<HashMap<i64, LoadedTensors>>> = ForkSafeMutex::new(None);
+static LENT: ForkSafeMutex<BTreeMap<i64, UniquePtr<TensorList>>> =
+    ForkSafeMutex::new(BTreeMap::new());
+static LOADED: ForkSafeMutex<BTreeMap<i64, LoadedTensors>> = ForkSafeMutex::new(BTreeMap::new());
 
 /// A number under which tensors are exchanged. Dropping it drops tensors that were not fetched, so
 /// that a call that fails half-way leaves no tensors in the table.
@@ -55,17 +40,14 @@ impl Drop for TensorHandle {
     }
 }
 
-fn put<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64, value: T) {
-    let mut table = table.lock();
-    let earlier = table.get_or_insert_default().insert(number, value);
+fn put<T>(table: &ForkSafeMutex<BTreeMap<i64, T>>, number: i64, value: T) {
+    let earlier = table.lock().insert(number, value);
     // Dropped after the lock is released: dropping tensors may run other code.
-    drop(table);
     drop(earlier);
 }
 
-fn remove<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
-    let mut table = table.lock();
-    table.as_mut().and_then(|table| table.remove(&number)).ok_or_else(|| {
+fn remove<T>(table: &ForkSafeMutex<BTreeMap<i64, T>>, number: i64) -> Result<T> {
+    table.lock().remove(&number).ok_or_else(|| {
         Error::InvalidArgument(format!(
             "no tensors for handle {number}: it was used already, or is not one of tensorizer's"
         ))
@@ -75,14 +57,14 @@ fn remove<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64) -> Res
 /// Called by torch: keeps tensors under a handle's number until [`borrow`] fetches them.
 pub fn lend_to_handle(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> {
     guard(|| {
-        put(&LENT, handle, LentTensors(tensors));
+        put(&LENT, handle, tensors);
         Ok(())
     })
 }
 
 /// Called by the Python classes: returns the tensors that torch has lent.
-pub fn borrow(handle: &TensorHandle) -> Result<Arc<LentTensors>> {
-    remove(&LENT, handle.0).map(Arc::new)
+pub fn borrow(handle: &TensorHandle) -> Result<UniquePtr<TensorList>> {
+    remove(&LENT, handle.0)
 }
 
 /// Called by the Python classes: keeps loaded tensors until torch takes them.

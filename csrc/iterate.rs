@@ -1,7 +1,7 @@
 //! Tensors of a file one by one, for torch. Device memory comes from torch's allocator, on the
 //! thread that asks for the next tensor.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -90,8 +90,8 @@ impl TorchTensors {
 }
 
 /// The open iterators of the operators, by number.
-static OPEN_ITERATORS: ForkSafeMutex<Option<HashMap<i64, Arc<OpenIterator>>>> =
-    ForkSafeMutex::new(None);
+static OPEN_ITERATORS: ForkSafeMutex<BTreeMap<i64, Arc<OpenIterator>>> =
+    ForkSafeMutex::new(BTreeMap::new());
 static NEXT_NUMBER: AtomicI64 = AtomicI64::new(1);
 
 struct OpenIterator {
@@ -111,21 +111,18 @@ pub fn register(tensors: TorchTensors, device: &str) -> i64 {
         tensors: Mutex::new(tensors),
         holder: LockHolder::default(),
     };
-    OPEN_ITERATORS.lock().get_or_insert_default().insert(number, Arc::new(open));
+    OPEN_ITERATORS.lock().insert(number, Arc::new(open));
     number
 }
 
 /// Returns the name of the device to which torch copies an iterator's tensors; empty for none.
 pub fn device_of(number: i64) -> String {
-    let open = OPEN_ITERATORS.lock();
-    let open = open.as_ref().and_then(|open| open.get(&number));
-    open.map_or(String::new(), |open| open.device.clone())
+    OPEN_ITERATORS.lock().get(&number).map_or(String::new(), |open| open.device.clone())
 }
 
 /// Returns the next tensors of an iterator; none at the end, which also closes it.
 pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
-    let open = OPEN_ITERATORS.lock().as_ref().and_then(|open| open.get(&number).map(Arc::clone));
-    let open = open.ok_or_else(|| {
+    let open = OPEN_ITERATORS.lock().get(&number).map(Arc::clone).ok_or_else(|| {
         Error::InvalidArgument(format!("no iterator {number}: it was closed, or has ended"))
     })?;
     open.closer.check_process()?;
@@ -148,7 +145,7 @@ pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
 }
 
 fn remove(number: i64) -> Option<Arc<OpenIterator>> {
-    OPEN_ITERATORS.lock().as_mut().and_then(|open| open.remove(&number))
+    OPEN_ITERATORS.lock().remove(&number)
 }
 
 /// Ends the load of an iterator, and removes it. Closing again does nothing.

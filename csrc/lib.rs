@@ -20,8 +20,8 @@ pub mod tensor;
 mod torch;
 
 pub use on_load::registered;
-pub use operators::{set_interrupt, set_unlocked};
-pub use torch::{TensorList, current_stream};
+pub use operators::{INTERRUPT, UNLOCKED};
+pub use torch::{TensorList, thrown};
 
 /// The `major.minor` of the torch that this was built against.
 pub const TORCH_VERSION: &str = env!("TENSORIZER_TORCH_VERSION");

@@ -23,24 +23,13 @@ use crate::load::{LoadDestination, load_tensors};
 use crate::tensor::{LoadedTensors, to_save};
 use crate::torch::{OpOptions, TensorList};
 
-/// Called at intervals during every operator; an error ends it. The Python module sets it to check
-/// for Ctrl-C.
-static INTERRUPT: OnceLock<fn(bool) -> Result<()>> = OnceLock::new();
-
-/// Sets the function that operators call to check if they should stop; it is told if they save. The
-/// first call counts.
-pub fn set_interrupt(hook: fn(bool) -> Result<()>) {
-    INTERRUPT.get_or_init(|| hook);
-}
+/// Called at intervals during every operator, and told if that saves; an error ends it. The Python
+/// module sets it to check for Ctrl-C.
+pub static INTERRUPT: OnceLock<fn(bool) -> Result<()>> = OnceLock::new();
 
 /// A wrapper around the body of every operator. The Python module sets it to release the GIL: a
 /// caller that holds the GIL must not keep it from threads that need it for a moment.
-static UNLOCKED: OnceLock<Guard> = OnceLock::new();
-
-/// Sets the wrapper around the body of every operator. The first call counts.
-pub fn set_unlocked(hook: Guard) {
-    UNLOCKED.get_or_init(|| hook);
-}
+pub static UNLOCKED: OnceLock<Guard> = OnceLock::new();
 
 /// Runs the body of an operator in the wrapper that was set; a panic becomes an error.
 fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
@@ -71,9 +60,7 @@ fn take_key(bytes: Vec<u8>) -> Result<Option<Key>> {
     if bytes.is_empty() {
         return Ok(None);
     }
-    let wrong =
-        || Error::InvalidArgument(format!("expected a key of 32 bytes, found {}", bytes.len()));
-    Key::new(&bytes).map(Some).ok_or_else(wrong)
+    Key::new(&bytes).map(Some)
 }
 
 /// Opens the file that an operator loads from.

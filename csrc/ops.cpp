@@ -9,17 +9,14 @@
 #include <ATen/core/PythonFallbackKernel.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "errors.h"
-#include "iterate.h"
 #include "tensor.h"
 #include "tensorizer-torch/bridge.rs.h"
 #include "values.h"
@@ -30,44 +27,36 @@ namespace {
 
 // CONSERVATIVE cannot be combined with (a!), hence the separate in-place forms: load.into for
 // eager, compile and export; load_ for TorchScript.
-struct Schema {
-  const char* text;
-  bool conservative;
-};
-
 #define LOAD_OPTIONS "bool verify=False, int? num_readers=None, Tensor? key=None"
 
-constexpr Schema kSchemas[] = {
-    {"load(str uri, *, Device? device=None, " LOAD_OPTIONS ") -> Dict(str, Tensor)", true},
-    {"load.list(str uri, str[] names, *, Device? device=None, " LOAD_OPTIONS ") -> Tensor[]", true},
+constexpr const char* kSchemas[] = {
+    "load(str uri, *, Device? device=None, " LOAD_OPTIONS ") -> Dict(str, Tensor)",
+    "load.list(str uri, str[] names, *, Device? device=None, " LOAD_OPTIONS ") -> Tensor[]",
     // torch tries overloads in this order, and its error for one that does not fit prints the
     // argument. With this order it prints names, and never tensors, although a string fits where a
     // list of strings is expected.
-    {"load.into_one(str uri, str name, Tensor(a!) out, *, " LOAD_OPTIONS ") -> ()", false},
-    {"load.into(str uri, str[] names, Tensor(a!)[] out, *, " LOAD_OPTIONS ") -> ()", false},
-    {"load.checked(str uri, str[] names, str[] expected, *, Device? device=None, " LOAD_OPTIONS
-     ") -> Tensor[]",
-     true},
-    {"load_(str uri, str[] names, Tensor[] out, *, " LOAD_OPTIONS ") -> ()", true},
-    {"iterate(str uri, *, str[]? names=None, Device? device=None, int buffer_bytes=1073741824, "
-     "str order=\"file\", " LOAD_OPTIONS ") -> int",
-     true},
+    "load.into_one(str uri, str name, Tensor(a!) out, *, " LOAD_OPTIONS ") -> ()",
+    "load.into(str uri, str[] names, Tensor(a!)[] out, *, " LOAD_OPTIONS ") -> ()",
+    "load.checked(str uri, str[] names, str[] expected, *, Device? device=None, " LOAD_OPTIONS
+    ") -> Tensor[]",
+    "load_(str uri, str[] names, Tensor[] out, *, " LOAD_OPTIONS ") -> ()",
+    "iterate(str uri, *, str[]? names=None, Device? device=None, int buffer_bytes=1073741824, "
+    "str order=\"file\", " LOAD_OPTIONS ") -> int",
     // Returns the next tensors of an iterator by name: one, or several small ones; none at the end.
-    {"iterate_next(int iterator) -> Dict(str, Tensor)", true},
-    {"iterate_close(int iterator) -> ()", true},
-    {"names(str uri) -> str[]", true},
-    {"save(str uri, Dict(str, Tensor) tensors, *, Tensor? key=None) -> ()", true},
-    {"save.list(str uri, str[] names, Tensor[] tensors, *, Tensor? key=None) -> ()", true},
+    "iterate_next(int iterator) -> Dict(str, Tensor)",
+    "iterate_close(int iterator) -> ()",
+    "names(str uri) -> str[]",
+    "save(str uri, Dict(str, Tensor) tensors, *, Tensor? key=None) -> ()",
+    "save.list(str uri, str[] names, Tensor[] tensors, *, Tensor? key=None) -> ()",
     // The form of load.into in a graph. A tracer keeps operators that have effects in order, but
     // operators that change their arguments may not have effects. Two fences, one before and one
     // after, keep loads in their place among saves. They are tied to the operator by the tensors
     // that they pass on.
-    {"_load_into(str uri, str[] names, Tensor(a!)[] out, Tensor after, *, " LOAD_OPTIONS ") -> ()",
-     false},
-    {"_begin(str uri) -> Tensor", true},
-    {"_end(Tensor[] after) -> ()", true},
+    "_load_into(str uri, str[] names, Tensor(a!)[] out, Tensor after, *, " LOAD_OPTIONS ") -> ()",
+    "_begin(str uri) -> Tensor",
+    "_end(Tensor[] after) -> ()",
     // Returns what load.checked is to expect: dtype and shape of tensors, such as float32[40,30].
-    {"_describe(str uri, str[] names) -> str[]", true},
+    "_describe(str uri, str[] names) -> str[]",
 };
 
 #undef LOAD_OPTIONS
@@ -135,21 +124,58 @@ Names names(std::string uri) {
   return Names(found.begin(), found.end());
 }
 
-Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_readers, Key key) {
+// Takes the loaded tensors by name, and copies those to the given device that are not there.
+Dict placed_by_name(LoadedTensors& loaded, const OptionalDevice& device) {
   Names keys;
-  std::vector<at::Tensor> tensors;
+  keys.reserve(loaded.size());
+  for (std::size_t at = 0; at < loaded.size(); ++at) keys.emplace_back(loaded.name(at));
+  return by_name(std::move(keys), place(loaded, device));
+}
+
+Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_readers, Key key) {
   if (watched()) {
-    keys = names(uri);
-    tensors = load_watched(uri, keys, device, verify, num_readers, key);
-  } else {
-    device = resolved(device);
-    const auto given = options(verify, num_readers, key, number(device));
-    auto loaded = checked([&] { return op_load(str(uri), {}, true, given); });
-    keys.reserve(loaded->size());
-    for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));
-    tensors = place(*loaded, device);
+    auto keys = names(uri);
+    auto tensors = load_watched(uri, keys, device, verify, num_readers, key);
+    return by_name(std::move(keys), std::move(tensors));
   }
-  return by_name(std::move(keys), std::move(tensors));
+  device = resolved(device);
+  const auto given = options(verify, num_readers, key, number(device));
+  auto loaded = checked([&] { return op_load(str(uri), {}, true, given); });
+  return placed_by_name(*loaded, device);
+}
+
+std::int64_t iterate(std::string uri, std::optional<Names> names, OptionalDevice device,
+                     std::int64_t buffer_bytes, std::string order, bool verify, Readers num_readers,
+                     Key key) {
+  // Under a tracer, this would begin a load that nothing ends, and its number would be a constant
+  // of the graph.
+  TORCH_CHECK(
+      !traced(),
+      "iterate cannot be part of a graph: call it outside, or under torch.compiler.disable");
+  TORCH_CHECK_VALUE(buffer_bytes > 0, "buffer_bytes is ", buffer_bytes, ", expected at least 1");
+  TORCH_CHECK_VALUE(order == "file" || order == "ready", "order is \"", order,
+                    "\", expected \"file\" or \"ready\"");
+  device = resolved(device);
+  const auto given = options(verify, num_readers, key, number(device));
+  const auto chosen = strings(names.value_or(Names()));
+  // Tensors that come to the CPU first are copied there.
+  const auto target = device ? device->str() : std::string();
+  return checked([&] {
+    return op_iterate(str(uri), chosen, !names, static_cast<std::uint64_t>(buffer_bytes),
+                      order == "ready", target, given);
+  });
+}
+
+Dict iterate_next(std::int64_t iterator) {
+  // Copied first: another thread may end the iterator meanwhile.
+  const std::string target(device_of(iterator));
+  auto loaded = checked([&] { return op_iterate_next(iterator); });
+  const auto device = target.empty() ? OptionalDevice() : OptionalDevice(at::Device(target));
+  return placed_by_name(*loaded, device);
+}
+
+void iterate_close(std::int64_t iterator) {
+  checked([&] { op_iterate_close(iterator); });
 }
 
 // Fills `out`. Bytes are read straight into tensors that are contiguous in memory of the CPU or of
@@ -321,10 +347,10 @@ void accept_every_tensor(torch::Library& library, const char* name, F&& kernel) 
 
 void define(torch::Library& library) {
   const auto implicit = c10::DispatchKey::CompositeImplicitAutograd;
-  for (const auto& schema : kSchemas) {
-    auto parsed = torch::jit::parseSchema(std::string("tensorizer::") + schema.text);
-    parsed.setAliasAnalysis(schema.conservative ? c10::AliasAnalysisKind::CONSERVATIVE
-                                                : c10::AliasAnalysisKind::FROM_SCHEMA);
+  for (const auto* schema : kSchemas) {
+    auto parsed = torch::jit::parseSchema(std::string("tensorizer::") + schema);
+    parsed.setAliasAnalysis(parsed.is_mutable() ? c10::AliasAnalysisKind::FROM_SCHEMA
+                                                : c10::AliasAnalysisKind::CONSERVATIVE);
     library.def(std::move(parsed));
   }
   const auto explicit_ = c10::DispatchKey::CompositeExplicitAutograd;

@@ -17,14 +17,9 @@ use crate::operators::loaded;
 use crate::tensor::to_save;
 use crate::torch::{self, OpOptions, TensorList, thrown};
 
-/// Returns the address of the `at::Tensor` that a `tch::Tensor` holds.
-fn address(tensor: &Tensor) -> usize {
-    tensor.as_ptr().expose_provenance()
-}
-
 /// Makes a list of new references to the tensors.
 fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<TensorList>> {
-    let addresses: Vec<usize> = tensors.map(address).collect();
+    let addresses: Vec<usize> = tensors.map(|one| one.as_ptr().expose_provenance()).collect();
     // SAFETY: each is the address of an `at::Tensor` that its `tch::Tensor` keeps alive for 't.
     unsafe { torch::list_tensors(&addresses) }.map_err(thrown)
 }
@@ -79,14 +74,12 @@ pub fn load_into<S: AsRef<str>>(path: &Path, out: &mut [(S, &mut Tensor)]) -> Re
     })?;
     let names: Vec<String> = out.iter().map(|(name, _)| name.as_ref().to_owned()).collect();
     let tensors = list(out.iter().map(|(_, tensor)| &**tensor))?;
-    let tensors = tensors.as_ref().ok_or_else(|| Error::Bug("no list of tensors".to_owned()))?;
-    torch::load_into_list(uri, &names, tensors).map_err(thrown)
+    torch::load_into_list(uri, &names, &tensors).map_err(thrown)
 }
 
 /// Writes a file with these tensors. It appears whole; on an error, an older file stays.
 pub fn save<S: AsRef<str>>(path: &Path, tensors: &[(S, &Tensor)]) -> Result<()> {
     let names: Vec<String> = tensors.iter().map(|(name, _)| name.as_ref().to_owned()).collect();
     let list = list(tensors.iter().map(|(_, tensor)| *tensor))?;
-    let list = list.as_ref().ok_or_else(|| Error::Bug("no list of tensors".to_owned()))?;
-    save_tensors(path, to_save(&names, list)?, SaveOptions::default(), &|| Ok(()))
+    save_tensors(path, to_save(&names, &list)?, SaveOptions::default(), &|| Ok(()))
 }

@@ -3,11 +3,11 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <torch/version.h>
 
-#include <optional>
 #include <utility>
 
 #include "blocks.h"
@@ -49,38 +49,18 @@ bool has_streams(const at::Device& device) {
   return !device.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type());
 }
 
-// Makes the stream of another thread current on this one, until it is destroyed. The last changes
-// of the tensors may be queued on that stream.
-class OnStream {
- public:
-  OnStream(const at::Device& device, std::int64_t stream) {
-    if (!has_streams(device)) return;
-    guard_.emplace(device.type());
-    before_ = guard_->exchangeStream(c10::Stream(c10::Stream::UNSAFE, device, stream));
-  }
-  ~OnStream() {
-    if (guard_) guard_->exchangeStream(*before_);
-  }
-  OnStream(const OnStream&) = delete;
-  OnStream& operator=(const OnStream&) = delete;
-
- private:
-  std::optional<c10::impl::VirtualGuardImpl> guard_;
-  std::optional<c10::Stream> before_;
-};
-
 at::Tensor wrap(LoadedTensors& loaded, const std::vector<std::unique_ptr<TorchBlocks>>& all,
                 std::size_t at) {
   const auto shape = loaded.shape(at);
   const auto dtype = static_cast<at::ScalarType>(loaded.dtype(at));
-  const auto block = loaded.block(at);
-  if (block != -1) {
-    const auto& blocks = all.at(loaded.device(at));
+  const auto place = loaded.place(at);
+  if (place.block != -1) {
+    const auto& blocks = all.at(place.device);
     TORCH_CHECK(blocks != nullptr, "tensors in blocks, and no blocks");
     const at::IntArrayRef sizes(shape.data(), shape.size());
-    if (block >= 0) {
-      return in_storage(blocks->storage(static_cast<std::size_t>(block)),
-                        static_cast<std::int64_t>(loaded.offset(at)), dtype, sizes);
+    if (place.block >= 0) {
+      return in_storage(blocks->storage(static_cast<std::size_t>(place.block)),
+                        static_cast<std::int64_t>(place.offset), dtype, sizes);
     }
     // Made as bytes: torch has no kernels for some dtypes.
     auto len = static_cast<std::int64_t>(c10::scalarTypeToTypeMeta(dtype).itemsize());
@@ -118,10 +98,6 @@ std::string missing_memory(const at::Tensor& tensor) {
   return c10::str("its storage has ", found, " bytes, expected at least ", needed,
                   ": gather the parameters of FSDP, allocate again what resize_ has freed");
 }
-
-TensorList::TensorList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
-
-std::size_t TensorList::size() const noexcept { return tensors_.size(); }
 
 TensorInfo TensorList::info(std::size_t at) const {
   const at::Tensor& tensor = tensors_.at(at);
@@ -209,7 +185,12 @@ std::size_t current_stream(std::int16_t device) {
 
 std::unique_ptr<TensorList> TensorList::host_copy(std::size_t at, std::int64_t stream) const {
   const c10::NoGradGuard no_grad;
-  const OnStream on_stream(tensors_.at(at).device(), stream);
+  const auto device = tensors_.at(at).device();
+  // The last changes of the tensor may be queued on that stream.
+  c10::OptionalStreamGuard on_stream;
+  if (has_streams(device)) {
+    on_stream.reset_stream(c10::Stream(c10::Stream::UNSAFE, device, stream));
+  }
   at::Tensor copy = tensors_.at(at).detach().resolve_conj().resolve_neg();
   if (copy._is_zerotensor()) copy = copy.clone();
   copy = copy.to(at::kCPU).contiguous();

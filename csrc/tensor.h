@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -23,9 +24,9 @@ inline constexpr const char* kSubclassesRefused =
 // Keeps tensors alive while the core reads their bytes or writes into them.
 class TensorList {
  public:
-  explicit TensorList(std::vector<at::Tensor> tensors);
+  explicit TensorList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
 
-  std::size_t size() const noexcept;
+  std::size_t size() const noexcept { return tensors_.size(); }
   const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
 
   // Returns dtype, shape and device, and whether the bytes can be used as they are. Throws for

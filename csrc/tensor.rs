@@ -18,22 +18,16 @@ use tensorizer::format::name::Name;
 use tensorizer::mem::HostBuffer;
 use tensorizer::{HostCopy, SaveTensor, TensorData, to_usize};
 
-use crate::torch::{self, TensorInfo, TensorList, TorchBlocks, thrown};
+use crate::torch::{self, TensorInfo, TensorList, TensorPlace, TorchBlocks, thrown};
 
 /// Tensors that were loaded, before torch takes them.
 pub struct LoadedTensors {
-    descriptions: Descriptions,
+    /// The entries of a file's index, and the numbers of these tensors among them.
+    entries: Arc<Vec<Entry>>,
+    numbers: Vec<usize>,
     locations: Vec<TensorLocation>,
     /// The memory blocks of each device.
     blocks: Vec<UniquePtr<TorchBlocks>>,
-}
-
-/// Names, dtypes and shapes.
-enum Descriptions {
-    /// Names of entries in a file's index, by number.
-    Entries(Arc<Vec<Entry>>, Vec<usize>),
-    /// Lent tensors, which have no names.
-    Like(Vec<(i8, Vec<i64>)>),
 }
 
 /// The memory of a loaded tensor.
@@ -55,22 +49,21 @@ impl LoadedTensors {
         locations: Vec<TensorLocation>,
         blocks: Vec<UniquePtr<TorchBlocks>>,
     ) -> Self {
-        let descriptions =
-            Descriptions::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
-        LoadedTensors { descriptions, locations, blocks }
+        let (entries, numbers) = (Arc::clone(file.shared_entries()), numbers.to_vec());
+        LoadedTensors { entries, numbers, locations, blocks }
     }
 
-    /// Makes a list of copies of lent tensors in host memory, in their order and without names.
+    /// Makes a list of copies of lent tensors in host memory, in their order, all of one name.
     pub fn copies(tensors: &TensorList, memory: Vec<HostBuffer>) -> Result<Self> {
-        let like = (0..memory.len()).map(|at| {
-            let TensorInfo { dtype, shape, .. } = tensors.info(at).map_err(thrown)?;
-            let shape = shape.iter().map(|&dim| i64::try_from(dim)).collect::<Result<_, _>>();
-            let shape = shape.map_err(|_| Error::Bug("a negative dimension".to_owned()))?;
-            Ok((dtype, shape))
+        let name = Name::from_key("copy").map_err(Error::Bug)?;
+        let entries = (0..memory.len()).map(|at| {
+            let TensorInfo { dtype, shape, len, .. } = tensors.info(at).map_err(thrown)?;
+            let dtype = stored_dtype(&name, dtype)?;
+            Ok(Entry::new(name.clone(), dtype, shape.into(), 0, 0, len))
         });
-        let descriptions = Descriptions::Like(like.collect::<Result<_>>()?);
         Ok(LoadedTensors {
-            descriptions,
+            entries: Arc::new(entries.collect::<Result<_>>()?),
+            numbers: (0..memory.len()).collect(),
             locations: memory.into_iter().map(TensorLocation::Host).collect(),
             blocks: Vec::new(),
         })
@@ -84,10 +77,7 @@ impl LoadedTensors {
     }
 
     fn entry(&self, at: usize) -> Option<&Entry> {
-        match &self.descriptions {
-            Descriptions::Entries(entries, numbers) => entries.get(*numbers.get(at)?),
-            Descriptions::Like(_) => None,
-        }
+        self.entries.get(*self.numbers.get(at)?)
     }
 
     /// Returns the stored form of a tensor's name.
@@ -97,18 +87,12 @@ impl LoadedTensors {
 
     /// Returns the dtype, as a `c10::ScalarType`.
     pub fn dtype(&self, at: usize) -> i8 {
-        match &self.descriptions {
-            Descriptions::Entries(..) => self.entry(at).map_or(0, |entry| entry.dtype.code()),
-            Descriptions::Like(like) => like.get(at).map_or(0, |(dtype, _)| *dtype),
-        }
+        self.entry(at).map_or(0, |entry| entry.dtype.code())
     }
 
     /// Returns the dimensions.
     pub fn shape(&self, at: usize) -> &[i64] {
-        match &self.descriptions {
-            Descriptions::Entries(..) => self.entry(at).map_or(&[0], Entry::signed_shape),
-            Descriptions::Like(like) => like.get(at).map_or(&[0], |(_, shape)| shape),
-        }
+        self.entry(at).map_or(&[0], Entry::signed_shape)
     }
 
     /// Takes a tensor's host memory; empty if it was taken before, or if the tensor has none.
@@ -121,29 +105,14 @@ impl LoadedTensors {
         Box::new(TorchHostMemory(memory_of_tensor))
     }
 
-    /// Returns the number of a tensor's block; -1 for host memory, -2 for zeros that are not
-    /// created yet.
-    pub fn block(&self, at: usize) -> i64 {
+    /// Returns a tensor's place in the memory of devices.
+    pub fn place(&self, at: usize) -> TensorPlace {
         match self.locations.get(at) {
-            Some(TensorLocation::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
-            Some(TensorLocation::Zeros(_)) => -2,
-            _ => -1,
-        }
-    }
-
-    /// Returns the position of a tensor's device in the call's list of devices.
-    pub fn device(&self, at: usize) -> usize {
-        match self.locations.get(at) {
-            Some(TensorLocation::Block(device, ..) | TensorLocation::Zeros(device)) => *device,
-            _ => 0,
-        }
-    }
-
-    /// Returns the position of a tensor's first byte in its block.
-    pub fn offset(&self, at: usize) -> u64 {
-        match self.locations.get(at) {
-            Some(TensorLocation::Block(_, _, offset)) => *offset,
-            _ => 0,
+            Some(&TensorLocation::Block(device, block, offset)) => {
+                TensorPlace { device, block: i64::try_from(block).unwrap_or(i64::MAX), offset }
+            }
+            Some(&TensorLocation::Zeros(device)) => TensorPlace { device, block: -2, offset: 0 },
+            _ => TensorPlace { device: 0, block: -1, offset: 0 },
         }
     }
 
@@ -233,15 +202,19 @@ pub fn one_to_save<'t>(
     devices: &mut LentDevices,
 ) -> Result<SaveTensor<'t>> {
     let info = tensors.info(at).map_err(|e| refused(&name, &e))?;
-    let dtype = DType::from_code(info.dtype).ok_or_else(|| {
-        Error::Unsupported(format!(
-            "tensor `{name}`: its dtype (torch ScalarType {}) cannot be stored in a file",
-            info.dtype
-        ))
-    })?;
+    let dtype = stored_dtype(&name, info.dtype)?;
     let data = data_of(tensors, at, &info, devices)?;
     let shape = info.shape;
     Ok(SaveTensor { name, kind, module_index, dtype, shape, data })
+}
+
+/// Returns the dtype of a `c10::ScalarType`.
+fn stored_dtype(name: &Name, code: i8) -> Result<DType> {
+    DType::from_code(code).ok_or_else(|| {
+        Error::Unsupported(format!(
+            "tensor `{name}`: its dtype (torch ScalarType {code}) cannot be stored in a file"
+        ))
+    })
 }
 
 /// The devices of lent tensors, each with the stream that uses its memory. Each is looked up once
@@ -290,9 +263,9 @@ pub fn data_of<'t>(
     }
     let stream = tensors.stream(at).map_err(thrown)?;
     Ok(TensorData::Deferred(Box::new(move || {
-        let copy = HostTensor(tensors.host_copy(at, stream).map_err(thrown)?);
-        copy.bytes()?;
-        Ok(Box::new(copy) as HostCopy)
+        let copy = tensors.host_copy(at, stream).map_err(thrown)?;
+        copy.bytes(0).map_err(thrown)?;
+        Ok(Box::new(HostTensor(copy)) as HostCopy)
     })))
 }
 
@@ -310,18 +283,10 @@ pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<DeviceBytes>> {
 /// A copy of a tensor in host memory.
 struct HostTensor(UniquePtr<TensorList>);
 
-impl HostTensor {
-    fn bytes(&self) -> Result<&[u8]> {
-        let list =
-            self.0.as_ref().ok_or_else(|| Error::Bug("a copy without a tensor".to_owned()))?;
-        list.bytes(0).map_err(thrown)
-    }
-}
-
 impl AsRef<[u8]> for HostTensor {
     fn as_ref(&self) -> &[u8] {
         // Cannot fail: this was checked when the copy was made.
-        match self.bytes() {
+        match self.0.bytes(0) {
             Ok(bytes) => bytes,
             Err(error) => panic!("{error}"),
         }

@@ -36,6 +36,16 @@ mod ffi {
         device: i16,
     }
 
+    /// The place of a loaded tensor in the memory of devices.
+    struct TensorPlace {
+        /// The position of the device in the call's list of devices.
+        device: usize,
+        /// The number of the block; -1 for host memory, -2 for zeros that are not created yet.
+        block: i64,
+        /// The position of the first byte in the block.
+        offset: u64,
+    }
+
     unsafe extern "C++" {
         include!("blocks.h");
         include!("tensor.h");
@@ -57,6 +67,8 @@ mod ffi {
         fn add(self: Pin<&mut TorchBlocks>, lens: &[u64]) -> Result<()>;
         #[cxx_name = "address"]
         fn block_address(self: &TorchBlocks, at: usize) -> Result<usize>;
+        /// Has torch's allocator ask the driver for several of the next blocks at once.
+        fn reserve(self: Pin<&mut TorchBlocks>, least: u64, most: u64) -> u64;
         /// Takes blocks out, for the current stream of their device.
         fn take(self: Pin<&mut TorchBlocks>, numbers: &[usize]) -> Result<UniquePtr<TorchBlocks>>;
         /// Returns the driver's handle of this thread's current stream of a device.

@@ -1,7 +1,6 @@
 //! The contents of the cache, for the command line.
 
 use std::path::PathBuf;
-use std::time::UNIX_EPOCH;
 
 use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
@@ -9,6 +8,7 @@ use tensorizer::io::cache::{Cache, CachedFile};
 
 use crate::errors::Outcome;
 use crate::gil;
+use crate::reports::since_1970;
 
 /// The address of a file, its bytes, the bytes of it that are cached, and the time of its last
 /// opening, in seconds since 1970.
@@ -25,10 +25,7 @@ fn rows(
         let what = "no cache folder was given: set TENSORIZER_CACHE, or pass --folder";
         found(&cache.ok_or_else(|| Error::InvalidArgument(what.to_owned()))?)
     })?;
-    let row = |cached: CachedFile| {
-        let used = cached.used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-        (cached.uri, cached.len, cached.present, used)
-    };
+    let row = |it: CachedFile| (it.uri, it.len, it.present, since_1970(it.used));
     Ok(found.into_iter().map(row).collect())
 }
 

@@ -60,6 +60,11 @@ thread_local! {
     static LAST_HEARTBEAT: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
+/// Looks at the call that this thread is in, if it is in one.
+fn current<T>(look: impl FnOnce(&Running) -> T) -> Option<T> {
+    CURRENT.with_borrow(|running| running.as_deref().map(look))
+}
+
 /// True once this interval has passed since the last time.
 fn is_due(last: Option<Instant>, interval: Duration) -> bool {
     last.is_none_or(|last| last.elapsed() >= interval)
@@ -90,7 +95,7 @@ fn enter(
 ) -> Entered {
     let outer_limit = LIMIT.get();
     // A file that is finished while a load ends has a time of its own.
-    let is_other = CURRENT.with_borrow(|running| running.as_ref().is_some_and(|it| !it.saves));
+    let is_other = current(|running| !running.saves) == Some(true);
     let applies = outer_limit.filter(|_| !(saves && is_other));
     let earliest = |one: TimeLimit, other: TimeLimit| if one.0 < other.0 { one } else { other };
     LIMIT.set(applies.zip(limit).map(|(o, l)| earliest(o, l)).or(limit).or(applies));
@@ -135,11 +140,7 @@ pub fn enter_end() -> Entered {
 
 /// Notes what the call of this thread waits for from now on, and of which file.
 pub fn waits_for(what: String, uri: &str) {
-    CURRENT.with_borrow(|running| {
-        if let Some(running) = running {
-            *running.waiting.lock() = (what, uri.to_owned(), SystemTime::now());
-        }
-    });
+    current(|running| *running.waiting.lock() = (what, uri.to_owned(), SystemTime::now()));
 }
 
 impl Entered {
@@ -215,11 +216,7 @@ impl Call {
 /// Makes a callable report the progress of the call that this thread is in.
 #[pyfunction]
 pub fn set_heartbeat(callback: Py<PyAny>) {
-    CURRENT.with_borrow(|running| {
-        if let Some(running) = running {
-            *running.heartbeat.lock() = Some(callback);
-        }
-    });
+    current(|running| *running.heartbeat.lock() = Some(callback));
 }
 
 /// Returns what can be seen of the calls that are under way.
@@ -251,12 +248,9 @@ fn check_limit() -> Result<()> {
     let Some((_, seconds)) = LIMIT.get().filter(|(end, _)| *end <= Instant::now()) else {
         return Ok(());
     };
-    let what = CURRENT.with_borrow(|running| {
-        let (function, waits) = running
-            .as_ref()
-            .map_or(("call", String::new()), |running| (&*running.function, running.describe()));
-        format!("{function}: timeout={seconds} s passed while {waits}")
-    });
+    let found = current(|running| (running.function.clone(), running.describe()));
+    let (function, waits) = found.unwrap_or(("call".to_owned(), String::new()));
+    let what = format!("{function}: timeout={seconds} s passed while {waits}");
     Err(Error::Caller(Box::new(PyTimeoutError::new_err(what))))
 }
 
@@ -265,10 +259,9 @@ fn check_with_gil(py: Python<'_>, reads: bool) -> PyResult<bool> {
     static IS_ENDING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     py.check_signals()?;
     logs::warn_of_repeats(py)?;
-    let heartbeat = CURRENT.with_borrow(|running| {
-        running.as_ref()?.heartbeat.lock().as_ref().map(|heartbeat| heartbeat.clone_ref(py))
-    });
-    if let Some(heartbeat) = heartbeat.filter(|_| is_due(LAST_HEARTBEAT.get(), HEARTBEAT)) {
+    let heartbeat = current(|running| Some(running.heartbeat.lock().as_ref()?.clone_ref(py)));
+    let is_late = is_due(LAST_HEARTBEAT.get(), HEARTBEAT);
+    if let Some(heartbeat) = heartbeat.flatten().filter(|_| is_late) {
         LAST_HEARTBEAT.set(Some(Instant::now()));
         heartbeat.call0(py)?;
     }
@@ -314,15 +307,14 @@ pub fn signals_in_save() -> Result<()> {
 /// The same for Python code that waits for other members of a group, or for its own threads.
 #[pyfunction]
 pub fn check_wait(what: &str) -> Outcome<()> {
-    let saves = CURRENT.with_borrow(|running| {
-        let Some(running) = running else { return false };
+    let saves = current(|running| {
         let mut waiting = running.waiting.lock();
         if waiting.0 != what {
             (waiting.0, waiting.2) = (what.to_owned(), SystemTime::now());
         }
         running.saves
     });
-    Ok(check(!saves)?)
+    Ok(check(saves != Some(true))?)
 }
 
 /// Does the same for operators, whose errors are text only: their caller sees a `RuntimeError`.

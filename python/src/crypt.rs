@@ -5,28 +5,16 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::crypt::{self, DecryptionOptions, EncryptionOptions, Key, Secret};
-use tensorizer::error::{Error, Result};
+use tensorizer::error::Error;
 use tensorizer::format::tensors::crypt_info::KeyDerivation;
 
 use crate::calls::signals;
 use crate::errors::Outcome;
 use crate::gil;
 
-fn key(bytes: &[u8]) -> Result<Key> {
-    Key::new(bytes).ok_or_else(|| {
-        Error::InvalidArgument(format!("expected a key of 32 bytes, found {}", bytes.len()))
-    })
-}
-
 /// Options of encryption, with the key.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Encryption(pub Arc<EncryptionOptions>);
-
-impl Encryption {
-    fn new(key: Key, derivation: Option<KeyDerivation>, manifest: bool) -> Self {
-        Encryption(Arc::new(EncryptionOptions { key, derivation, manifest }))
-    }
-}
 
 #[pymethods]
 impl Encryption {
@@ -40,13 +28,14 @@ impl Encryption {
     ) -> Outcome<Self> {
         let derivation =
             derivation.map(|(opslimit, memlimit, salt)| KeyDerivation { opslimit, memlimit, salt });
-        Ok(Self::new(key(bytes)?, derivation, manifest))
+        let key = Key::new(bytes)?;
+        Ok(Encryption(Arc::new(EncryptionOptions { key, derivation, manifest })))
     }
 
     #[staticmethod]
     fn random(manifest: bool) -> Outcome<Self> {
         let bytes = zeroize::Zeroizing::new(crypt::random::<32>()?);
-        Ok(Self::new(key(&*bytes)?, None, manifest))
+        Self::from_key(&*bytes, manifest, None)
     }
 
     /// Derives a key by Argon2id, with a random salt unless one is given.
@@ -64,7 +53,7 @@ impl Encryption {
         let derivation = KeyDerivation { opslimit, memlimit, salt };
         let derived =
             gil::without(py, || EncryptionOptions::from_passphrase(source, derivation, &signals))?;
-        Ok(Self::new(derived.key, derived.derivation, manifest))
+        Ok(Encryption(Arc::new(EncryptionOptions { manifest, ..derived })))
     }
 
     /// The bytes of the key.
@@ -82,20 +71,13 @@ impl Encryption {
     }
 
     #[getter]
-    fn salt<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.0.derivation.as_ref().map(|derivation| PyBytes::new(py, &derivation.salt))
-    }
-
-    #[getter]
     fn manifest(&self) -> bool {
         self.0.manifest
     }
 
-    /// True if both encrypt in the same way. Keys are compared in constant time.
+    /// True if both encrypt in the same way.
     fn same(&self, other: &Self) -> bool {
-        self.0.key == other.0.key
-            && self.0.derivation == other.0.derivation
-            && self.0.manifest == other.0.manifest
+        self.0 == other.0
     }
 }
 
@@ -116,7 +98,7 @@ impl Decryption {
         max_memlimit: Option<u64>,
     ) -> Outcome<Self> {
         let secret = match (key, source) {
-            (Some(key), None) => Secret::Key(self::key(key)?),
+            (Some(key), None) => Secret::Key(Key::new(key)?),
             (None, Some(source)) => Secret::Passphrase(source.to_vec().into()),
             _ => {
                 let what = "expected either a key or a passphrase".to_owned();

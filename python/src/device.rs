@@ -30,9 +30,8 @@ pub fn set_pinned_limit(bytes: u64) {
 pub fn snapshot(py: Python<'_>, handle: &Handle) -> Outcome<Handle> {
     Ok(gil::without(py, || -> Result<_> {
         let lent = borrow(&handle.0)?;
-        let tensors = lent.list()?;
-        let memory = tensorizer::snapshot(&all_on_devices(tensors)?, &signals)?;
-        Ok(Handle(offer(LoadedTensors::copies(tensors, memory)?)))
+        let memory = tensorizer::snapshot(&all_on_devices(&lent)?, &signals)?;
+        Ok(Handle(offer(LoadedTensors::copies(&lent, memory)?)))
     })?)
 }
 

@@ -1,33 +1,29 @@
 //! The headers of a file's tensors, as far as they were read.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tensorizer::cancel::Cancel;
 use tensorizer::codec::CompactHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::{ForkSafeMutex, TensorFile, matches_header, read_headers};
-use tensorizer_torch::handles::LentTensors;
+use tensorizer_torch::TensorList;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]
-pub struct HeaderCache(ForkSafeMutex<Vec<Option<Arc<CompactHeader>>>>);
+pub struct HeaderCache(ForkSafeMutex<BTreeMap<usize, Arc<CompactHeader>>>);
 
 impl HeaderCache {
     /// Returns the header of a tensor, if it was read.
     pub fn get(&self, number: usize) -> Option<Arc<CompactHeader>> {
-        self.0.lock().get(number).cloned().flatten()
-    }
-
-    /// Returns those of some numbers whose headers were not read.
-    pub fn missing(&self, numbers: &[usize]) -> Vec<usize> {
-        let missing = |&number: &usize| self.get(number).is_none();
-        numbers.iter().copied().filter(missing).collect()
+        self.0.lock().get(&number).cloned()
     }
 
     /// Reads and keeps those of some headers that were not read.
     fn complete(&self, file: &TensorFile, numbers: &[usize], cancel: &dyn Cancel) -> Result<()> {
-        let missing = self.missing(numbers);
+        let missing = |&number: &usize| self.get(number).is_none();
+        let missing: Vec<usize> = numbers.iter().copied().filter(missing).collect();
         if !missing.is_empty() {
             self.insert(&missing, read_headers(file, &missing, cancel)?);
         }
@@ -36,15 +32,8 @@ impl HeaderCache {
 
     /// Keeps the headers of some tensors.
     pub fn insert(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
-        let mut headers_by_number = self.0.lock();
-        for (&number, header) in numbers.iter().zip(headers) {
-            if headers_by_number.len() <= number {
-                headers_by_number.resize_with(number + 1, || None);
-            }
-            if let Some(slot) = headers_by_number.get_mut(number) {
-                *slot = Some(Arc::new(header));
-            }
-        }
+        let headers = headers.into_iter().map(Arc::new);
+        self.0.lock().extend(numbers.iter().copied().zip(headers));
     }
 }
 
@@ -67,13 +56,13 @@ pub fn hashes(
 pub fn matching(
     file: &TensorFile,
     headers: &HeaderCache,
-    lent: &LentTensors,
+    tensors: &TensorList,
     numbers: &[usize],
     cancel: &dyn Cancel,
 ) -> Result<Vec<bool>> {
     file.check_hashes()?;
     headers.complete(file, numbers, cancel)?;
-    let (tensors, mut devices) = (lent.list()?, LentDevices::default());
+    let mut devices = LentDevices::default();
     let mut out = Vec::with_capacity(numbers.len());
     for (at, &number) in numbers.iter().enumerate() {
         let entry = file.entry(number)?;

@@ -24,7 +24,6 @@ mod sink;
 mod slicing;
 mod source;
 mod text;
-mod verification;
 mod watch;
 mod writer;
 
@@ -32,7 +31,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tensorizer::environment::{self, set_guard};
 use tensorizer::format::TensorKind;
-use tensorizer_torch::{registered, set_interrupt, set_unlocked};
+use tensorizer_torch::{INTERRUPT, UNLOCKED, registered};
 
 /// Makes the variables `TENSORIZER_*` be read again, for tests.
 #[pyfunction]
@@ -57,8 +56,8 @@ macro_rules! add_all {
 fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     registered().map_err(pyo3::exceptions::PyImportError::new_err)?;
     gil::note_main(module.py())?;
-    set_interrupt(calls::signals_in_operator);
-    set_unlocked(gil::unlocked);
+    INTERRUPT.get_or_init(|| calls::signals_in_operator);
+    UNLOCKED.get_or_init(|| gil::unlocked);
     // Code that changes `os.environ` holds the GIL, so that reads of the environment take it, too.
     set_guard(|body| {
         Python::try_attach(|_| body());

@@ -25,8 +25,7 @@ use crate::sink::Sink;
 use crate::source::Source;
 
 /// The options of a call: `OpenOptions` of `_C.pyi`.
-#[derive(Default)]
-pub struct CallOptions<'py>(Option<Bound<'py, PyDict>>);
+struct CallOptions<'py>(Option<Bound<'py, PyDict>>);
 
 impl<'py> CallOptions<'py> {
     fn get<T: for<'a> FromPyObject<'a, 'py>>(&self, name: &str) -> PyResult<Option<T>> {

@@ -18,6 +18,7 @@ use tensorizer_torch::fill::load_into_tensors;
 use tensorizer_torch::handles::{borrow, offer};
 use tensorizer_torch::iterate::TorchTensors;
 use tensorizer_torch::load::{LoadDestination, load_tensors};
+use tensorizer_torch::thrown;
 
 use crate::cached_heads::{HeadForPython, for_python};
 use crate::calls::{signals, waits_for};
@@ -88,7 +89,7 @@ impl Reader {
         let wanted: Option<BTreeSet<String>> =
             wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
         let (base, traffic, source) =
-            (base.unwrap_or(source.base()), &source.traffic, source.shared()?);
+            (base.unwrap_or(source.base), &source.traffic, source.shared()?);
         let opening = Opening {
             storages: true,
             keeps_heads: keep_heads,
@@ -128,13 +129,13 @@ impl Reader {
 
     /// Sets how its loads, and those of its slices and parts, read.
     fn set_options(&self, options: ReadOptions) {
-        self.loads.set_reading(options);
+        *self.loads.reading.lock() = options;
     }
 
     /// Limits the memory of its loads; `reserved` bytes of the limit are for the caller.
     #[pyo3(signature = (limit, reserved = 0))]
     fn limit_memory(&self, limit: Option<u64>, reserved: u64) {
-        self.loads.set_memory(MemoryLimit::of(limit).reserving(reserved));
+        *self.loads.memory.lock() = MemoryLimit::of(limit).reserving(reserved);
     }
 
     /// Makes its loads read through the page cache, as other processes load the same file now.
@@ -149,7 +150,7 @@ impl Reader {
 
     /// Makes the next load report a fallback.
     fn report_fallback(&self, why: String) {
-        self.loads.report_fallback(why);
+        *self.loads.fallback.lock() = Some(why);
     }
 
     /// Returns the same file with slices of some of its tensors as its only tensors. Each is given
@@ -384,7 +385,7 @@ impl Reader {
     ) -> Outcome<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = self.loads.options(verify, None, true);
-            let separate_memory = self.loads.separate_memory();
+            let separate_memory = self.loads.reading.lock().separate_memory;
             let destination = LoadDestination { devices: &devices, separate_memory };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
@@ -395,7 +396,7 @@ impl Reader {
     /// `buffer_bytes` bytes of tensors are in memory before they are handed out. They are handed
     /// out for the device's current stream or, with `complete`, after their copies, for all its
     /// streams.
-    #[pyo3(signature = (numbers, *, device, buffer_bytes, ready, complete, readers = None))]
+    #[pyo3(signature = (numbers, *, device, buffer_bytes, ready, complete, readers = None, maps = false))]
     #[allow(clippy::too_many_arguments)]
     fn iterate(
         &self,
@@ -406,9 +407,10 @@ impl Reader {
         ready: bool,
         complete: bool,
         readers: Option<usize>,
+        maps: bool,
     ) -> Outcome<TensorIterator> {
         let order = if ready { Order::Ready } else { Order::File };
-        let load = self.loads.options(None, readers, false);
+        let load = self.loads.options(None, readers, maps);
         let options = IterateOptions { load, buffer_bytes, order, complete };
         let _part = self.loads.enter(self.file.uri());
         let tensors =
@@ -429,10 +431,10 @@ impl Reader {
             let (options, lent) = (self.loads.options(verify, None, false), borrow(&handle.0)?);
             // SAFETY: the Python caller owns the tensors, and does not use them during the call.
             let headers = unsafe {
-                load_into_tensors(&self.file, &numbers, lent.list()?, &options, counters, go_on)
+                load_into_tensors(&self.file, &numbers, &lent, &options, counters, go_on)
             };
             // After an error, too: some tensors may have new bytes already.
-            lent.changed()?;
+            lent.changed().map_err(thrown)?;
             headers
         })?;
         Ok(self.keep_all(&numbers, headers))

@@ -53,7 +53,7 @@ impl ShardIndex {
     /// Reads the index of a source; None if the source is something else, or can be read only once.
     #[staticmethod]
     fn of(py: Python<'_>, source: &Source) -> Outcome<Option<Self>> {
-        let (base, timeout, traffic) = (source.base(), source.timeout, Arc::clone(&source.traffic));
+        let (base, timeout, traffic) = (source.base, source.timeout, Arc::clone(&source.traffic));
         let source = source.shared()?;
         let index = gil::without(py, || Index::of_source(source, base, &signals))?;
         Ok(index.map(|index| ShardIndex {

@@ -25,7 +25,7 @@ pub struct Source {
     #[pyo3(get)]
     uri: String,
     /// Position of the file's first byte.
-    base: u64,
+    pub base: u64,
     front: ForkSafeMutex<Front>,
     /// The time limit of each read, in seconds.
     pub timeout: Option<f64>,
@@ -52,11 +52,6 @@ impl Source {
     /// The same source, with a time limit of each read, in seconds; its requests are counted here.
     pub fn of_call(self, timeout: Option<f64>, traffic: Arc<Traffic>) -> Self {
         Source { timeout, traffic, ..self }
-    }
-
-    /// Position of the file's first byte.
-    pub fn base(&self) -> u64 {
-        self.base
     }
 
     /// Announces the whole file at a read of its first byte, as long as the next ones follow.

@@ -16,7 +16,6 @@ use crate::calls::{self, Entered, HEARTBEAT, signals};
 use crate::errors::Outcome;
 use crate::gil;
 use crate::logs::log;
-use crate::verification::{verification, verification_of};
 
 /// Reports progress to a callable.
 #[derive(Default)]
@@ -59,8 +58,22 @@ impl Watch {
     }
 }
 
+/// Returns the hashes that a load compares, by Python's name; unknown names mean all.
+fn verification(name: &str) -> Verify {
+    match name {
+        "nothing" => Verify::Nothing,
+        "crc32" => Verify::Crc32,
+        _ => Verify::All,
+    }
+}
+
+/// The same for a string of Python.
+fn verification_of(name: &Bound<'_, PyAny>) -> PyResult<Verify> {
+    Ok(verification(name.extract()?))
+}
+
 /// The options of the loads of a file, which a call may override.
-#[derive(Clone, Copy, FromPyObject)]
+#[derive(Clone, Copy, Default, FromPyObject)]
 #[pyo3(from_item_all)]
 pub struct ReadOptions {
     #[pyo3(from_py_with = verification_of)]
@@ -75,26 +88,21 @@ pub struct ReadOptions {
     pub timeout: Option<f64>,
 }
 
-impl Default for ReadOptions {
-    fn default() -> Self {
-        let verify = Verify::Nothing;
-        ReadOptions { verify, readers: None, map: false, separate_memory: false, timeout: None }
-    }
-}
-
 /// The state that all loads of a file share.
 #[derive(Default)]
 pub struct LoadState {
-    reading: ForkSafeMutex<ReadOptions>,
+    /// How later loads read.
+    pub reading: ForkSafeMutex<ReadOptions>,
     /// The number of times that its file was closed.
     closed: AtomicU64,
     pub watch: Watch,
-    memory: ForkSafeMutex<MemoryLimit>,
+    /// The limit of the memory that later loads have in flight.
+    pub memory: ForkSafeMutex<MemoryLimit>,
     shares_cache: AtomicBool,
     /// The requests of its files.
     traffic: Arc<Traffic>,
     /// A fallback that the next load reports.
-    fallback: ForkSafeMutex<Option<String>>,
+    pub fallback: ForkSafeMutex<Option<String>>,
 }
 
 impl LoadState {
@@ -111,16 +119,6 @@ impl LoadState {
     /// The number of times that the file was closed, for [`Self::report_and_check`].
     pub fn closed(&self) -> u64 {
         self.closed.load(Ordering::Relaxed)
-    }
-
-    /// Sets how later loads read.
-    pub fn set_reading(&self, options: ReadOptions) {
-        *self.reading.lock() = options;
-    }
-
-    /// True if each tensor on a device gets memory of its own.
-    pub fn separate_memory(&self) -> bool {
-        self.reading.lock().separate_memory
     }
 
     /// Returns the options of a load that may use mappings or not. `verify` and `readers` override
@@ -140,16 +138,6 @@ impl LoadState {
     /// other processes of this machine load them too.
     pub fn share_cache(&self) {
         self.shares_cache.store(true, Ordering::Relaxed);
-    }
-
-    /// Makes the next load report a fallback.
-    pub fn report_fallback(&self, why: String) {
-        *self.fallback.lock() = Some(why);
-    }
-
-    /// Limits the memory that later loads have in flight.
-    pub fn set_memory(&self, limit: MemoryLimit) {
-        *self.memory.lock() = limit;
     }
 
     /// Reports the bytes that a load has moved and received. Returns an error if the load is to end:

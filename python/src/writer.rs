@@ -19,7 +19,8 @@ use tensorizer::io::local::FileSink;
 use tensorizer::io::uri::check_target;
 use tensorizer::traffic::{self, Traffic};
 use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor, unpoisoned};
-use tensorizer_torch::handles::{LentTensors, borrow};
+use tensorizer_torch::TensorList;
+use tensorizer_torch::handles::borrow;
 use tensorizer_torch::lock_holder::LockHolder;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
@@ -71,27 +72,16 @@ impl WriterArguments {
                 return Err(Error::InvalidArgument(what));
             }
         };
-        let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
-        let WriterArguments {
-            alignment,
-            threads,
-            metadata,
-            clear_metadata,
-            room_for_more,
-            memory,
-            reserved_memory,
-            ..
-        } = self;
         Ok(SaveOptions {
-            alignment,
-            threads,
+            alignment: self.alignment,
+            threads: self.threads,
             hashes,
-            encryption,
+            encryption: self.encryption.map(|encryption| Arc::clone(&encryption.get().0)),
             identity: None,
-            metadata,
-            clear_metadata,
-            room_for_more,
-            memory: MemoryLimit::of(memory).reserving(reserved_memory),
+            metadata: self.metadata,
+            clear_metadata: self.clear_metadata,
+            room_for_more: self.room_for_more,
+            memory: MemoryLimit::of(self.memory).reserving(self.reserved_memory),
         })
     }
 }
@@ -319,12 +309,11 @@ impl TensorWriter {
 
 /// Describes lent tensors, to be saved.
 fn to_save(
-    lent: &LentTensors,
+    tensors: &TensorList,
     names: Vec<Name>,
     kinds: Vec<u8>,
     modules: Vec<u16>,
 ) -> Result<Vec<SaveTensor<'_>>> {
-    let tensors = lent.list()?;
     let mut devices = LentDevices::default();
     let items = names.into_iter().zip(kinds).zip(modules).enumerate();
     let items = items.map(|(at, ((name, kind), module_index))| {

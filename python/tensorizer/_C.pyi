@@ -80,7 +80,6 @@ class Encryption:
     ) -> Encryption: ...
     key: bytes
     derivation: tuple[int, int, bytes] | None
-    salt: bytes | None
     manifest: bool
     def same(self, other: Encryption) -> bool: ...
 
@@ -132,6 +131,7 @@ class Reader:
         ready: bool,
         complete: bool,
         readers: int | None = None,
+        maps: bool = False,
     ) -> TensorIterator: ...
     def hashes(self, numbers: Sequence[int]) -> list[list[tuple[str, str]]]: ...
     def files(self) -> list[str]: ...
@@ -143,8 +143,7 @@ class Reader:
     version: int | None
     encrypted: bool
     def tensors(
-        self,
-        tensors: Sequence[tuple[Name, str, Sequence[int], tuple[int, int] | None, bool]],
+        self, tensors: Sequence[tuple[Name, str, Sequence[int], tuple[int, int] | None, bool]]
     ) -> Reader: ...
     def read(self, numbers: Sequence[int]) -> list[bytes]: ...
     def indexed_files(self) -> dict[str, int]: ...
@@ -215,29 +214,17 @@ class Sink:
 class TensorWriter:
     @staticmethod
     def to_path(
-        path: str,
-        arguments: Mapping[str, Any],
-        shown: str | None = None,
+        path: str, arguments: Mapping[str, Any], shown: str | None = None
     ) -> TensorWriter: ...
     @staticmethod
     def to_fd(
-        descriptor: int,
-        uri: str,
-        base: int,
-        arguments: Mapping[str, Any],
+        descriptor: int, uri: str, base: int, arguments: Mapping[str, Any]
     ) -> TensorWriter: ...
     @staticmethod
-    def to_sink(
-        sink: Sink,
-        base: int,
-        arguments: Mapping[str, Any],
-    ) -> TensorWriter: ...
+    def to_sink(sink: Sink, base: int, arguments: Mapping[str, Any]) -> TensorWriter: ...
     @staticmethod
     def to_object(
-        object: Any,
-        uri: str,
-        base: int,
-        arguments: Mapping[str, Any],
+        object: Any, uri: str, base: int, arguments: Mapping[str, Any]
     ) -> TensorWriter: ...
     uri: str
     def watch(self, callback: Callable[[int], object]) -> None: ...
@@ -249,11 +236,7 @@ class TensorWriter:
     def add_metadata(self, name: str, value: str) -> None: ...
     pair_id: bytes | None
     def write(
-        self,
-        handle: Handle,
-        names: Sequence[Name],
-        kinds: Sequence[int],
-        modules: Sequence[int],
+        self, handle: Handle, names: Sequence[Name], kinds: Sequence[int], modules: Sequence[int]
     ) -> None: ...
     def write_safetensors(self, handle: Handle, names: Sequence[Name]) -> None: ...
     def finish(self) -> bool: ...

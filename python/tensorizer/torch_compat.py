@@ -6,7 +6,7 @@ reads them from that file.
 """
 
 from ._errors import PairMismatchError
-from .checkpoints.pairs import logger as logger
+from .checkpoints.save_lock import logger as logger
 from .torch_hooks.save_and_load import tensorizer_loading, tensorizer_saving
 
 __all__ = ["PairMismatchError", "tensorizer_loading", "tensorizer_saving"]

@@ -30,9 +30,8 @@ def _open(options: argparse.Namespace, *, with_heads: bool = False) -> FileDescr
         return found
     from .file import open_file
 
-    more: dict[str, Any] = {} if options.key is None else {"key": options.key}
-    more |= {"heads": () if with_heads else None}
-    file = open_file(options.file, options, names_only=True, **more)
+    heads = () if with_heads else None
+    file = open_file(options.file, options, names_only=True, key=options.key, heads=heads)
     if options.skip_objects:
         file.unreached = []
     return file

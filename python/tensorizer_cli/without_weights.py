@@ -41,7 +41,7 @@ def copy(options: argparse.Namespace) -> int:
     target = (local_path(options.target) or options.target).rstrip("/")
     total = 0
     with fetched_files(folder) as files:
-        names = fetch_without_weights(folder, files)
+        names = fetch_without_weights(files)
         for name in names:
             place = f"{target}/{name}"
             path = local_path(place)

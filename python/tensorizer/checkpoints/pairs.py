@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from ..file.open_file import OpenFile
 from ..file.progress import ProgressReporter
 from ..streams.atomic import AtomicWriter
 from .pickling import PairRecord, StorageCollector, saving_module
-from .save_lock import SaveLock
+from .save_lock import SaveLock, logger
 from .storage_file import (
     FileIdentity,
     StorageFile,
@@ -35,8 +34,6 @@ from .storage_file import (
     storage_file_of_pair,
     without_link,
 )
-
-logger = logging.getLogger("tensorizer.torch_compat")
 
 #: The most attempts to open a storage file that a save replaces meanwhile.
 MAX_ATTEMPTS = 5

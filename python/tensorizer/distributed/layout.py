@@ -49,10 +49,7 @@ def _empty_bytes() -> bytes:
 
 
 #: Functions that pickles of ``b""`` and ``BytesIO`` call, which torch's unpickler does not know.
-_OF_BYTES: list[Any] = [
-    (_empty_bytes, "builtins.bytes"),
-    (io.BytesIO, "_io.BytesIO"),
-]
+_OF_BYTES: list[Any] = [(_empty_bytes, "builtins.bytes"), (io.BytesIO, "_io.BytesIO")]
 
 
 class NoFolderError(ValueError, AttributeError):

@@ -102,11 +102,6 @@ def checked_verification(verify_hash: VerifyHash | None) -> str:
     return "all" if verify_hash else "nothing"
 
 
-def check_num_readers(num_readers: int | None) -> None:
-    """Refuse a number of readers that is neither None nor a positive ``int``."""
-    check_number("num_readers", num_readers, hint=": None chooses automatically")
-
-
 def checked_memory_limit(memory_limit: int | None) -> int | None:
     """Return the limit in bytes, after checking that it is None or a positive ``int``."""
     hint = ": a number of bytes, such as 1_000_000_000"

@@ -6,30 +6,25 @@ import asyncio
 import atexit
 import functools
 import itertools
-import logging
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from .. import _native
 from .._types import FileFormat
 from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
-from .file_writer import FileWriter
+from .file_writer import FileWriter, logger
 from .nesting import named_leaves
 from .options import SaveOptions, takes
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-logger = logging.getLogger("tensorizer.serialization")
 
 
 class SaveFuture(Future[None]):

@@ -159,10 +159,10 @@ class EncryptionParams:
     @property
     def salt(self) -> bytes:
         """The salt of a derived key; raises ``ValueError`` for another key."""
-        salt = self._native.salt
-        if salt is None:
+        derivation = self._native.derivation
+        if derivation is None:
             raise ValueError("the key was not derived from a string, and has no salt")
-        return salt
+        return derivation[2]
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._native.key, self._native.manifest, self._native.derivation

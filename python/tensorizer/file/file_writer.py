@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tensorizer.serialization")
 
 
-class FileWriter:
+class FileWriter(AbstractContextManager["FileWriter"]):
     """Writes tensors into a file, which is complete and visible once this is closed.
 
     As a context manager it abandons the file if the block raises. For a writer that is never
@@ -283,9 +284,6 @@ class FileWriter:
             RuntimeWarning,
             stacklevel=2,
         )
-
-    def __enter__(self) -> FileWriter:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None:

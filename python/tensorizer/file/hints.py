@@ -14,16 +14,12 @@ from .._types import Name
 
 #: The hint about passing a key, in messages about encrypted files.
 KEY = "pass encryption=DecryptionParams.from_key(key), or DecryptionParams.from_string(passphrase)"
-#: Names of dtypes that other libraries use, and torch's names for them.
+#: Names of dtypes that other libraries use (also with "fp" for "f"), and torch's names for them.
 _DTYPES = {
     "bf16": "bfloat16",
-    "fp16": "float16",
     "f16": "float16",
-    "fp32": "float32",
     "f32": "float32",
-    "fp64": "float64",
     "f64": "float64",
-    "fp8": "float8_e4m3fn",
     "f8": "float8_e4m3fn",
 }
 #: The most names that are compared with a wrong one.
@@ -47,7 +43,8 @@ def of_dtype(dtype: object) -> str:
     if isinstance(dtype, str):
         wanted = dtype.removeprefix("torch.").lower()
         known = [name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)]
-        name = _DTYPES.get(wanted) or next(iter(difflib.get_close_matches(wanted, known, 1)), None)
+        close = difflib.get_close_matches(wanted, known, 1)
+        name = _DTYPES.get(wanted.replace("fp", "f")) or next(iter(close), None)
         if name is not None:
             return f": torch calls it {name!r}"
     return ": expected one such as 'bfloat16', 'float16', 'float32' or 'float64'"

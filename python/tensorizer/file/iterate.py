@@ -47,6 +47,7 @@ def iterate(
     slices: Mapping[NameT, tuple[int, int, int] | Index] | None = None,
     shard: Shard | None = None,
     group: ProcessGroup | None = None,
+    mmap: bool = False,
     progress: ProgressType = False,
     **options: Unpack[ReadOptions],
 ) -> Iterator[tuple[NameT, torch.Tensor]]:
@@ -80,6 +81,9 @@ def iterate(
         group: A process group. All members make this call, and take the same number of tensors.
             Every byte is fetched by one member and given to the others, a batch at a time, in the
             call of ``next`` that needs it. Members may choose different tensors or parts.
+        mmap: On the CPU, use tensors of local files in place, as :func:`tensorizer.load` does: each
+            is a view of a mapping of its file. With ``verify_hash=``, and where the members of a
+            ``group=`` exchange them, they are read.
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded
             and with their total number, on the thread that waits for the next tensor. It cannot use
             the iterator (``RuntimeError``). The iterator raises an exception from it. True shows a
@@ -117,7 +121,14 @@ def iterate(
     request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)
 
     opened = functools.partial(
-        OpenFile, uri, dtype=dtype, clone=True, progress=reporter, closes_stream=True, **options
+        OpenFile,
+        uri,
+        dtype=dtype,
+        mmap=mmap,
+        clone=True,
+        progress=reporter,
+        closes_stream=True,
+        **options,
     )
 
     def planned(file: OpenFile) -> LoadPlan:
@@ -164,9 +175,6 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
         #: The stream for which the ready tensors were loaded; None on devices other than CUDA.
         self._stream: torch.cuda.Stream | None = None
         close_at_exit(self)
-
-    def __iter__(self) -> _LoadIterator:
-        return self
 
     def __next__(self) -> tuple[Any, torch.Tensor]:
         if self._process != os.getpid():

@@ -120,8 +120,6 @@ class LoadPlan:
         first, counts = self._parts.first, self._parts.box_counts
         if first is None:
             return self.numbers
-        if not counts:
-            return [first[number] for number in self.numbers]
         return [first[n] + at for n in self.numbers for at in range(counts.get(n, 1))]
 
     def numbers_of_entries(self) -> list[int]:
@@ -277,13 +275,11 @@ class LoadPlan:
             return {key: tensors[number] for key, number in self._keys.items()}
         return {key: self.in_requested_form(n, tensors[n]) for key, n in self._keys.items()}
 
-    def keys_by_number(self) -> dict[int, tuple[Any, ...]]:
+    def keys_by_number(self) -> dict[int, list[Any]]:
         """Return the keys under which each tensor is returned."""
-        keys: dict[int, tuple[Any, ...]] = {number: (key,) for key, number in self._keys.items()}
-        if len(keys) < len(self._keys):
-            keys = dict.fromkeys(keys, ())
-            for key, number in self._keys.items():
-                keys[number] += (key,)
+        keys: dict[int, list[Any]] = {}
+        for key, number in self._keys.items():
+            keys.setdefault(number, []).append(key)
         return keys
 
     def in_requested_form(self, number: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -125,9 +125,5 @@ def named_leaves(state_dict: Any) -> tuple[list[Name], list[torch.Tensor]]:
         TypeError, ValueError: See :func:`flatten`.
 
     """
-    names: list[Name] = []
-    tensors: list[torch.Tensor] = []
-    for path, tensor in flatten(state_dict):
-        names.append(name_of(path))
-        tensors.append(tensor)
-    return names, tensors
+    leaves = list(flatten(state_dict))
+    return [name_of(path) for path, _ in leaves], [tensor for _, tensor in leaves]

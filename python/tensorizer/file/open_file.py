@@ -9,9 +9,10 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from .._errors import CryptographyError
 from .._native import Reader, ShardIndex, announce, as_bytes, split_tensor_memory
@@ -29,9 +30,6 @@ from .options import LoadOptions, check_reading, stated_hashes
 from .placement import Places, all_of, by_device, native_numbers, zeros
 from .progress import ProgressReporter
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 #: Bytes loaded at a time if torch then casts each tensor, or copies it to another device.
 _BATCH_BYTES = 256 << 20
 _CPU = torch.device("cpu")
@@ -39,7 +37,7 @@ _CPU = torch.device("cpu")
 _MARK_BYTES = 8
 
 
-class OpenFile:
+class OpenFile(contextlib.AbstractContextManager["OpenFile"]):
     """An open file, whose tensors are identified by their number in its order.
 
     Args:
@@ -325,9 +323,6 @@ class OpenFile:
         stream, self._stream = self._stream, None
         if stream is not None and hasattr(stream, "close"):
             stream.close()
-
-    def __enter__(self) -> OpenFile:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()

@@ -7,17 +7,16 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
+
+from typing_extensions import Unpack
 
 from .._native import Call
 from .._numbers import check_number
 from .._types import Hashes, VerifyHash
 from . import hints
-from .arguments import check_num_readers, checked_memory_limit, checked_verification
+from .arguments import checked_memory_limit, checked_verification
 from .encryption import DecryptionParams, EncryptionParams, native_decryption
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -231,7 +230,7 @@ def check_reading(**options: Unpack[ReadOptions]) -> None:
 
     """
     Call("", options.get("timeout"))  # refuses a time limit that is not positive
-    check_num_readers(options.get("num_readers"))
+    check_number("num_readers", options.get("num_readers"), hint=": None chooses automatically")
     checked_verification(options.get("verify_hash"))
     native_decryption(options.get("encryption"))
     checked_memory_limit(options.get("memory_limit"))

@@ -85,11 +85,9 @@ def planned_parts(
         place = (shard.rank, shard.world) if shard else (0, 1)
         reader, rests, several = plan_parts(file.reader, order, known, (of_shard, *place), boxes_at)
         counts = {order[at]: count for at, count in several}
-        first, numbers = dict(zip(order, itertools.count(), strict=False)), order
-        if counts:
-            lens = [counts.get(number, 1) for number in order]
-            first = dict(zip(order, itertools.accumulate(lens, initial=0), strict=False))
-            numbers = [n for n, boxes in zip(order, lens, strict=True) for _ in range(boxes)]
+        lens = [counts.get(number, 1) for number in order]
+        first = dict(zip(order, itertools.accumulate(lens, initial=0), strict=False))
+        numbers = [n for n, boxes in zip(order, lens, strict=True) for _ in range(boxes)]
         view = file.with_parts(reader, numbers)
         planned = PlannedParts(view, cuts, first, counts, {order[at]: rest for at, rest in rests})
     if missing:

@@ -22,11 +22,7 @@ PAIR_TAG = "TensorizerPickler"
 
 
 def unpickled(
-    data: bytes,
-    uri: str,
-    persistent_load: Callable[[object], Any],
-    *,
-    skip_objects: bool = False,
+    data: bytes, uri: str, persistent_load: Callable[[object], Any], *, skip_objects: bool = False
 ) -> Any:
     """Return the object of a pickle, whose storages ``persistent_load`` makes.
 

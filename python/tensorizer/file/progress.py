@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -32,7 +33,7 @@ def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
         )
 
 
-class ProgressReporter:
+class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Reports the number of bytes done: rising numbers, of which the last is all bytes.
 
     Args:
@@ -100,9 +101,6 @@ class ProgressReporter:
             self._done, self._called = done, now
             self._callback(done, self.total)
 
-    def __enter__(self) -> ProgressReporter:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.finish()
@@ -114,11 +112,9 @@ def _duration(seconds: float) -> str:
     if whole < 100:
         return f"{whole} s"
     minutes = whole // 60
-    return (
-        f"{minutes}:{whole % 60:02} min"
-        if minutes < 100
-        else f"{minutes // 60}:{minutes % 60:02} h"
-    )
+    if minutes < 100:
+        return f"{minutes}:{whole % 60:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"
 
 
 class TerminalBar:

@@ -40,7 +40,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         self._read.refuse_without_data(direct)
         device = devices.number(plan.device)
         self._native: TensorIterator | None = self._read.reader.iterate(
-            direct, device=device, buffer_bytes=buffer_bytes, ready=ready, complete=False
+            direct, device=device, buffer_bytes=buffer_bytes, ready=ready, complete=False, maps=True
         )
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:

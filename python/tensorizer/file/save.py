@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from .._types import FileFormat
 from ..group import inherited_group  # noqa: F401  # looks at each fork
@@ -16,9 +17,6 @@ from .file_writer import FileWriter
 from .nesting import named_leaves
 from .options import SaveOptions, takes
 from .progress import ProgressReporter, ProgressType, data_bytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @takes(SaveOptions)

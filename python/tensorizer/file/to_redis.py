@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._native import split_tensor_memory
+from .._native import Reader, split_tensor_memory
 from ..tensors.batches import in_batches
-
-if TYPE_CHECKING:
-    from .._native import Reader
 
 #: The longest value that Redis accepts (``proto-max-bulk-len``).
 _MAX_VALUE_BYTES = 512 << 20

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..tensors.batches import in_batches
 from ..tensors.sharding import Ranges
 from .wishes import Case, MergedWishes, Rows, with_all_dims
 
@@ -140,17 +141,8 @@ class BlockPlan:
 
     def blocks(self, most: int) -> Iterator[Block]:
         """Yield blocks of ``most`` bytes at most, or of one longer tensor."""
-        numbers: list[int] = []
-        nbytes = 0
-        for number, exact in self._costs.items():
-            cost = aligned(exact)
-            if numbers and nbytes + cost > most:
-                yield self._block(numbers)
-                numbers, nbytes = [], 0
-            numbers.append(number)
-            nbytes += cost
-        if numbers:
-            yield self._block(numbers)
+        costs = self._costs
+        return map(self._block, in_batches(costs, lambda number: aligned(costs[number]), most))
 
     def _block(self, numbers: Sequence[int]) -> Block:
         gathered: list[Placed] = []

@@ -55,9 +55,7 @@ def _no_init() -> Iterator[None]:
 
 
 @overload
-def no_init_or_tensor(
-    loading_code: None = None,
-) -> contextlib.AbstractContextManager[None]: ...
+def no_init_or_tensor(loading_code: None = None) -> contextlib.AbstractContextManager[None]: ...
 @overload
 def no_init_or_tensor(loading_code: Callable[[], T]) -> T: ...
 def no_init_or_tensor(loading_code: Callable[[], T] | None = None) -> Any:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .._types import OpenOptions
+from .._types import OpenOptions
 
 
 @dataclass(kw_only=True, unsafe_hash=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class HeldPath(os.PathLike[str]):
         return self.shown
 
 
-class HeldFolder:
+class HeldFolder(AbstractContextManager["HeldFolder"]):
     """A folder, a context manager. Files in it stay together when its path changes meanwhile.
 
     It is held open until the object is closed or freed.
@@ -54,9 +55,6 @@ class HeldFolder:
     def entry(self, name: str) -> HeldPath:
         """Return the path of a file in the folder."""
         return HeldPath(str(Path(self.path, name)), self._prefix + name)
-
-    def __enter__(self) -> HeldFolder:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self._close()

@@ -5,22 +5,19 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from .._calls import limited_save
 from .._native import check_target, create, local_path, scheme
 from .._numbers import check_number
+from .._types import OpenOptions
 from .atomic import AtomicRandom, AtomicWriter
 from .certificates import CAInfo, certificate_options
 from .endpoints import assigned_endpoint
 from .servers import CURLStreamFile, RedisStreamFile
 from .upload import UploadFile
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .._types import OpenOptions
 
 #: Hints about other ways to write, by the schemes of addresses that can only be read.
 _INSTEAD = {

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._native import Source, open as native_open
-
-if TYPE_CHECKING:
-    from .._types import OpenOptions
+from .._types import OpenOptions
 
 #: Bytes that a stream requests from its server at a time when it is read from Python.
 _READ_AHEAD = 8 << 20

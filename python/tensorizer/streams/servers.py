@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .._types import OpenOptions
 from .certificates import CAInfo, certificate_options
 from .remote import RemoteFile
-
-if TYPE_CHECKING:
-    from .._types import OpenOptions
 
 
 class CURLStreamFile(RemoteFile):

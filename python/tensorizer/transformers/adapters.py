@@ -82,7 +82,7 @@ def load_adapter(
             files.fetch([_CONFIG])
             if not files.has(_CONFIG):
                 advice = ": expected an adapter of PEFT"
-                raise refusal(folder, files, _CONFIG, f"no {_CONFIG}", advice)
+                raise refusal(files, _CONFIG, f"no {_CONFIG}", advice)
             config = peft.PeftConfig.from_pretrained(str(files.path))
     if is_trainable and getattr(config, "is_prompt_learning", False):
         raise ValueError(

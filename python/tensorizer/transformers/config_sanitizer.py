@@ -16,38 +16,18 @@ _VOCABULARY = re.compile(r"vocab|merges|spm|sp_model|_files?$|_path$|_dir$|_dic$
 _PROCESSOR = re.compile(r"_file$|_path$|_dir$")
 
 
-def drop_tokenizer_files(path: Path) -> None:
-    """Remove entries that name files from the configuration of a tokenizer.
-
-    The library finds the files of the folder by itself. Positional arguments (``init_inputs``) are
-    removed too: they are the same files without names.
+def drop_entries(path: Path, names_file: Callable[[str, Any], bool]) -> None:
+    """Remove entries that name files from a configuration, which is rewritten.
 
     Args:
-        path: ``tokenizer_config.json`` or ``special_tokens_map.json``, which is rewritten.
+        path: The configuration, such as ``tokenizer_config.json``.
+        names_file: Tells it of a name and a value: :func:`names_vocabulary` for a tokenizer,
+            :func:`names_path` for a processor.
 
     Raises:
         ValueError: The file is not a JSON object.
 
     """
-    _rewrite(path, _names_vocabulary)
-
-
-def drop_processor_files(path: Path) -> None:
-    """Remove entries that name files of this machine from the configuration of a processor.
-
-    Other names are those of the hub, such as the ``repo_path`` of OneFormer.
-
-    Args:
-        path: ``preprocessor_config.json`` or one like it, which is rewritten.
-
-    Raises:
-        ValueError: The file is not a JSON object.
-
-    """
-    _rewrite(path, _names_path)
-
-
-def _rewrite(path: Path, names_file: Callable[[str, Any], bool]) -> None:
     config = read_json(path)
     sanitized = _without(config, names_file)
     if sanitized != config:
@@ -63,14 +43,22 @@ def _without(config: dict[str, Any], names_file: Callable[[str, Any], bool]) -> 
     }
 
 
-def _names_vocabulary(key: str, value: Any) -> bool:
+def names_vocabulary(key: str, value: Any) -> bool:
+    """Tell whether an entry of a tokenizer names files, which its library finds by itself.
+
+    Positional arguments (``init_inputs``) count too: they are the same files without names.
+    """
     is_files = isinstance(value, list) and key.endswith("files")
     return key == "init_inputs" or (
         (isinstance(value, str) or is_files) and bool(_VOCABULARY.search(key))
     )
 
 
-def _names_path(key: str, value: Any) -> bool:
+def names_path(key: str, value: Any) -> bool:
+    """Tell whether an entry of a processor names a file of this machine.
+
+    Other names are those of the hub, such as the ``repo_path`` of OneFormer.
+    """
     return isinstance(value, str) and bool(_PROCESSOR.search(key)) and _is_here(value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._calls import limited
-from .config_sanitizer import drop_processor_files, drop_tokenizer_files
+from .config_sanitizer import drop_entries, names_path, names_vocabulary
 from .fetching import FetchedFiles, fetched_files
 from .folders import ModelFolder
 from .libraries import library
@@ -39,12 +39,10 @@ _OF_ENGINES = (
     *("quantize_config.json", "quant_config.json"),
 )
 #: Arguments by which the libraries select files on their hub.
-_OF_THE_HUB = frozenset(
-    {
-        *("subfolder", "revision", "code_revision", "token", "use_auth_token", "proxies"),
-        *("force_download", "local_files_only", "gguf_file", "state_dict", "use_safetensors"),
-    }
-)
+_OF_THE_HUB = {
+    *("subfolder", "revision", "code_revision", "token", "use_auth_token", "proxies"),
+    *("force_download", "local_files_only", "gguf_file", "state_dict", "use_safetensors"),
+}
 
 
 @limited
@@ -81,11 +79,11 @@ def load_config(
     folder = ModelFolder(address)
     with fetched_files(folder, headers) as files:
         files.fetch([CONFIG])
-        if read_config(folder, files).get("_class_name") is not None:
+        if read_config(files).get("_class_name") is not None:
             return read_json(files.path / CONFIG)
         if trust_remote_code:
             fetch_code(files, [CONFIG])
-        with address_in_errors(folder, files):
+        with address_in_errors(files):
             config = library("transformers").AutoConfig.from_pretrained(
                 files.path, trust_remote_code=trust_remote_code, **kwargs
             )
@@ -160,7 +158,7 @@ def load_processor(
     return _from_auto_class(address, headers, "AutoProcessor", _PROCESSOR, kwargs)
 
 
-def fetch_without_weights(folder: ModelFolder, files: FetchedFiles) -> list[str]:
+def fetch_without_weights(files: FetchedFiles) -> list[str]:
     """Fetch all files that a model has beside its weights; return their names.
 
     Raises:
@@ -168,7 +166,7 @@ def fetch_without_weights(folder: ModelFolder, files: FetchedFiles) -> list[str]
 
     """
     files.fetch([*_TOKENIZER, *_PROCESSOR, *_VOCABULARIES, *_OF_ENGINES])
-    read_config(folder, files)
+    read_config(files)
     fetch_code(files, [*_PROCESSOR[:3], TOKENIZER_CONFIG, CONFIG])
     return files.found()
 
@@ -184,22 +182,22 @@ def _from_auto_class(
     folder = ModelFolder(address)
     refuse_hub_arguments(kwargs)
     with fetched_files(folder, headers) as files:
-        _fetch_tokenizer(folder, files, extra_files)
+        _fetch_tokenizer(files, extra_files)
         names = [name for name in (*extra_files, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
         if not any(map(files.has, names)):
             what = auto.removeprefix("Auto").lower()
-            raise refusal(folder, files, names[0], f"no {what}")
+            raise refusal(files, names[0], f"no {what}")
         if kwargs[_TRUST]:
             fetch_code(files, [*extra_files[:3], TOKENIZER_CONFIG, CONFIG])
-        with address_in_errors(folder, files):
+        with address_in_errors(files):
             made = getattr(library("transformers"), auto).from_pretrained(files.path, **kwargs)
     if auto == "AutoTokenizer":
         made.name_or_path = folder.shown
-    _show_address(made, folder, files)
+    _show_address(made, files)
     return made
 
 
-def read_config(folder: ModelFolder, files: FetchedFiles) -> dict[str, Any]:
+def read_config(files: FetchedFiles) -> dict[str, Any]:
     """Return the content of ``config.json``, which must have been fetched.
 
     Raises:
@@ -213,17 +211,16 @@ def read_config(folder: ModelFolder, files: FetchedFiles) -> dict[str, Any]:
     files.fetch(["adapter_config.json", "model_index.json"])
     if files.has("adapter_config.json"):
         raise FileNotFoundError(
-            f"no {CONFIG} at {folder.shown}, which is the folder of an adapter: load the model "
-            "that it is for, and give both to tensorizer.transformers.load_adapter(model, address)"
+            f"no {CONFIG} at {files.folder.shown}, which is the folder of an adapter: load the "
+            "model that it is for, and give both to "
+            "tensorizer.transformers.load_adapter(model, address)"
         )
     if files.has("model_index.json"):
         raise FileNotFoundError(
-            f"no {CONFIG} at {folder.shown}, which is the folder of a pipeline: load each of its "
-            "models by its own folder, and give them to the pipeline"
+            f"no {CONFIG} at {files.folder.shown}, which is the folder of a pipeline: load each of "
+            "its models by its own folder, and give them to the pipeline"
         )
-    raise refusal(
-        folder, files, CONFIG, f"no {CONFIG}", ": pass config=, or the folder that has it"
-    )
+    raise refusal(files, CONFIG, f"no {CONFIG}", ": pass config=, or the folder that has it")
 
 
 def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
@@ -241,38 +238,34 @@ def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
         )
 
 
-def refusal(
-    folder: ModelFolder, files: FetchedFiles, name: str, what: str, advice: str = ""
-) -> OSError:
+def refusal(files: FetchedFiles, name: str, what: str, advice: str = "") -> OSError:
     """Return the error for a file that the server refuses, or that is missing."""
     if name in files.refused:
         return files.refused[name]
-    return FileNotFoundError(f"{what} at {folder.shown}{advice}")
+    return FileNotFoundError(f"{what} at {files.folder.shown}{advice}")
 
 
-def _fetch_tokenizer(
-    folder: ModelFolder, files: FetchedFiles, extra_files: tuple[str, ...]
-) -> None:
+def _fetch_tokenizer(files: FetchedFiles, extra_files: tuple[str, ...]) -> None:
     """Fetch the files that a tokenizer may need, its vocabularies in a second round.
 
     Configurations from an address are changed so that they name no files of this machine.
     """
     files.fetch([*extra_files, *_TOKENIZER])
-    cls = _tokenizer_class(folder, files)
+    cls = _tokenizer_class(files)
     known = getattr(cls, "vocab_files_names", None)
     if isinstance(known, dict):
         files.fetch(name for name in known.values() if isinstance(name, str))
     elif not files.has("tokenizer.json"):
         files.fetch(_VOCABULARIES)
-    if not files.in_place:
+    if files.folder.path is None:
         for name in filter(files.has, (TOKENIZER_CONFIG, "special_tokens_map.json")):
-            drop_tokenizer_files(files.path / name)
+            drop_entries(files.path / name, names_vocabulary)
         for name in filter(files.has, extra_files):
             if name.endswith("config.json"):
-                drop_processor_files(files.path / name)
+                drop_entries(files.path / name, names_path)
 
 
-def _tokenizer_class(folder: ModelFolder, files: FetchedFiles) -> Any:
+def _tokenizer_class(files: FetchedFiles) -> Any:
     """Return the class that the configuration of the tokenizer names, or None.
 
     Without it the library uses the name in ``config.json``, which is checked too.
@@ -294,23 +287,23 @@ def _tokenizer_class(folder: ModelFolder, files: FetchedFiles) -> Any:
         # allowed.
         if not is_tokenizer and not hasattr(found, "_backends") and found is not None:
             raise ValueError(
-                f"tokenizer_class in {config} of {folder.shown} is {name!r}: expected the name of "
-                "a tokenizer"
+                f"tokenizer_class in {config} of {files.folder.shown} is {name!r}: expected the "
+                "name of a tokenizer"
             )
         return found if config == TOKENIZER_CONFIG else None
     return None
 
 
 @contextmanager
-def address_in_errors(folder: ModelFolder, files: FetchedFiles) -> Iterator[None]:
+def address_in_errors(files: FetchedFiles) -> Iterator[None]:
     """Make errors of the library name the address instead of a temporary folder."""
     try:
         yield
     except (OSError, ValueError) as error:
         text = str(error)
-        if folder.path is not None or str(files.path) not in text:
+        if files.folder.path is not None or str(files.path) not in text:
             raise
-        text = text.replace(str(files.path), folder.shown)
+        text = text.replace(str(files.path), files.folder.shown)
         try:
             renamed = type(error)(text)
         except TypeError:
@@ -319,7 +312,7 @@ def address_in_errors(folder: ModelFolder, files: FetchedFiles) -> Iterator[None
         raise renamed from error
 
 
-def _show_address(made: Any, folder: ModelFolder, files: FetchedFiles) -> None:
+def _show_address(made: Any, files: FetchedFiles) -> None:
     """Replace the temporary folder by the address in a tokenizer, or a processor and its parts."""
     for part in (made, *getattr(made, "__dict__", {}).values()):
         attributes = getattr(part, "__dict__", {})
@@ -327,4 +320,4 @@ def _show_address(made: Any, folder: ModelFolder, files: FetchedFiles) -> None:
         for holder in (attributes, arguments if isinstance(arguments, dict) else {}):
             for name, value in holder.items():
                 if isinstance(value, (str, Path)) and str(value) == str(files.path):
-                    holder[name] = folder.shown
+                    holder[name] = files.folder.shown

@@ -24,12 +24,10 @@ logger = logging.getLogger("tensorizer")
 #: Held while a model is built, because torch's default dtype is global to the process.
 _building = ForkSafeLock()
 #: Arguments that only the library's own loader supports, unless they are None or False.
-_UNSUPPORTED = frozenset(
-    {
-        *("quantization_config", "device_map", "parallel_config", "max_memory", "offload_folder"),
-        *("offload_state_dict", "use_flashpack", "flashpack_kwargs", "ignore_mismatched_sizes"),
-    }
-)
+_UNSUPPORTED = {
+    *("quantization_config", "device_map", "parallel_config", "max_memory", "offload_folder"),
+    *("offload_state_dict", "use_flashpack", "flashpack_kwargs", "ignore_mismatched_sizes"),
+}
 #: Arguments of that loader that are ignored, because they always hold here.
 _IMPLIED = ("low_cpu_mem_usage", "disable_mmap")
 
@@ -64,7 +62,7 @@ def build(spec: ModelSpec, file: OpenFile, options: TensorFileOptions) -> Any:
     del tensors
     _report(spec, cls, model, found)
     model.to(weights.device)  # buffers that no file has
-    model.register_to_config(_name_or_path=spec.folder.shown)
+    model.register_to_config(_name_or_path=spec.files.folder.shown)
     model.eval()
     if not returns_loading_info:
         return model
@@ -91,7 +89,7 @@ def _class(spec: ModelSpec) -> Any:
     cls = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not isinstance(cls, type) or not issubclass(cls, torch.nn.Module):
         raise ValueError(
-            f"the configuration of {spec.folder.shown} names {name!r}: expected a model of "
+            f"the configuration of {spec.files.folder.shown} names {name!r}: expected a model of "
             "diffusers, or pass a class"
         )
     return cls
@@ -154,17 +152,17 @@ def _report(spec: ModelSpec, cls: Any, model: Any, found: Any) -> None:
     ]
     if unknown:
         logger.warning(
-            "%s: not used by %s: %s", spec.folder.shown, cls.__name__, ", ".join(unknown)
+            "%s: not used by %s: %s", spec.files.folder.shown, cls.__name__, ", ".join(unknown)
         )
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty:
         raise RuntimeError(
-            f"{spec.folder.shown} lacks weights of {cls.__name__}: {', '.join(empty)}"
+            f"{spec.files.folder.shown} lacks weights of {cls.__name__}: {', '.join(empty)}"
         )
     if found.missing_keys:
         logger.warning(
             "%s: missing, so that they have the initial values of %s: %s",
-            spec.folder.shown,
+            spec.files.folder.shown,
             cls.__name__,
             ", ".join(found.missing_keys),
         )

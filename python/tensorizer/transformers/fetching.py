@@ -36,8 +36,7 @@ class FetchedFiles:
         headers: Header fields of the requests.
 
     Attributes:
-        path: The same.
-        in_place: True if that is the local folder itself.
+        folder, path: The same.
         refused: Errors of files that the server does not give out, by name.
 
     """
@@ -45,9 +44,8 @@ class FetchedFiles:
     def __init__(
         self, folder: ModelFolder, path: Path, headers: Mapping[str, str] | None = None
     ) -> None:
-        self._folder, self._headers = folder, headers
+        self.folder, self._headers = folder, headers
         self.path = path
-        self.in_place = folder.path is not None
         self.refused: dict[str, PermissionError] = {}
         self._requested: set[str] = set()
 
@@ -68,9 +66,9 @@ class FetchedFiles:
         """
         wanted = [name for name in dict.fromkeys(names) if name not in self._requested]
         self._requested.update(wanted)
-        if self._folder.path is not None:
+        if self.folder.path is not None:
             return
-        while wanted and self._folder.needs_pinning:
+        while wanted and self.folder.needs_pinning:
             self._fetch_concurrently([wanted.pop(0)])
         self._fetch_concurrently(wanted)
 
@@ -89,7 +87,7 @@ class FetchedFiles:
             fetched = pool.imap_unordered(fetch, names)
             for _ in names:
                 while True:
-                    check_wait(f"fetching {', '.join(names)} of `{self._folder.shown}`")
+                    check_wait(f"fetching {', '.join(names)} of `{self.folder.shown}`")
                     with contextlib.suppress(multiprocessing.TimeoutError):
                         name, data = fetched.next(_PAUSE)
                         break
@@ -102,7 +100,7 @@ class FetchedFiles:
         """Return a file's name and content; None if the server has none, or does not give it."""
         bound = CONFIG_BYTES if name.endswith("config.json") else FILE_BYTES
         try:
-            opened = open_stream(self._folder.join(name), headers=self._headers)
+            opened = open_stream(self.folder.join(name), headers=self._headers)
         except FileNotFoundError:
             return name, None
         except PermissionError as error:
@@ -111,12 +109,11 @@ class FetchedFiles:
             return name, None
         # An error from here on is no missing file: a part of it must not count as all of it.
         with contextlib.closing(cast("RemoteFile", opened)) as stream:
-            self._folder.pin(name, stream.name)
+            self.folder.pin(name, stream.name)
             data = stream.read(bound + 1)
         if len(data) > bound:
             raise FormatError(
-                f"{self._folder.show(name)} is larger than {bound:,} bytes, the bound of such a "
-                "file"
+                f"{self.folder.show(name)} is larger than {bound:,} bytes, the bound of such a file"
             )
         return name, data
 

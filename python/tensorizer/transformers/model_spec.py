@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .fetching import FetchedFiles
-from .folders import ModelFolder
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -18,13 +17,11 @@ class ModelSpec:
     """Arguments of :func:`from_pretrained`, which documents them.
 
     Attributes:
-        folder: The folder of the model.
-        files: Its small files.
+        files: The small files of the model, which know its folder.
         config_json: The object in ``config.json``; None if ``config`` replaces it.
 
     """
 
-    folder: ModelFolder
     files: FetchedFiles
     config_json: dict[str, Any] | None
     cls: Any

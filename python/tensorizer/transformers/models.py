@@ -101,12 +101,12 @@ def from_pretrained(
     options = TensorFileOptions(progress, group, split_options(LoadOptions, kwargs))
     with fetched_files(folder, options.headers) as files, options.members:
         files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])
-        config_json = read_config(folder, files) if config is None else None
+        config_json = read_config(files) if config is None else None
         if trust_remote_code:
             fetch_code(files, [CONFIG] if config is None else [], config)
         cls = _resolve_auto_model(cls, config if config_json is None else config_json)
         trusted = trust_remote_code is True
-        spec = ModelSpec(folder, files, config_json, cls, config, device, dtype, trusted, kwargs)
+        spec = ModelSpec(files, config_json, cls, config, device, dtype, trusted, kwargs)
         kind = _library_of(spec)
         is_diffusers = kind == "diffusers"
         explicit = None if is_diffusers else entry(spec.configuration, "transformers_weights")
@@ -120,7 +120,7 @@ def from_pretrained(
                 folder.shown,
             )
         try:
-            with address_in_errors(folder, files):
+            with address_in_errors(files):
                 return build(spec, file, options)
         finally:
             file.close()

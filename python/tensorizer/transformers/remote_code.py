@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def _named(auto_map: Any, config: str) -> set[str]:
 
 def entry(config: Any, name: str) -> Any:
     """Return an entry of a dictionary, or an attribute of a configuration, or None."""
-    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from .._patching import Patch
 from ..file.open_file import OpenFile
 from .libraries import library
+from .remote_code import entry
 
 #: The metadata of the model that is being built.
 _metadata: ContextVar[dict[str, str] | None] = ContextVar("_metadata", default=None)
@@ -40,10 +41,7 @@ _patch = _QuantizerPatch()
 def metadata_of(file: OpenFile, config: Any, headers: Mapping[str, str] | None) -> Iterator[None]:
     """Let transformers build a model of torchao from an open file in this block."""
     quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, Mapping):
-        method = quantization.get("quant_method")
-    else:
-        method = getattr(quantization, "quant_method", None)
+    method = entry(quantization, "quant_method")
     if str(getattr(method, "value", method)) != "torchao" or file.reader.format != "safetensors":
         yield
         return

@@ -51,7 +51,7 @@ def build(spec: ModelSpec, file: OpenFile, options: TensorFileOptions) -> Any:
             **kwargs,
         )
     model = result[0] if isinstance(result, tuple) else result
-    model.name_or_path = model.config.name_or_path = spec.folder.shown
+    model.name_or_path = model.config.name_or_path = spec.files.folder.shown
     return result
 
 
@@ -77,7 +77,7 @@ def _class(spec: ModelSpec) -> Any:
             what = "transformers lacks" if cls is None else "is no model of transformers"
             named = f"names {names[0]!r}, which {what}"
         raise ValueError(
-            f"the configuration of {spec.folder.shown} {named}: pass a class, such as "
+            f"the configuration of {spec.files.folder.shown} {named}: pass a class, such as "
             "transformers.AutoModel, or trust_remote_code=True if the folder has its code"
         )
     return cls
@@ -95,8 +95,8 @@ def _architectures(spec: ModelSpec) -> list[str]:
         return []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ValueError(
-            f"architectures in the configuration of {spec.folder.shown} is {names!r}: expected a "
-            "list of names of classes"
+            f"architectures in the configuration of {spec.files.folder.shown} is {names!r}: "
+            "expected a list of names of classes"
         )
     return list(names)
 
