@@ -108,7 +108,7 @@ def test_the_peak_is_what_is_read_ahead_and_one_tensor(
 
 
 @pytest.mark.parametrize("option", ["buffer_bytes", "memory_limit"])
-@pytest.mark.parametrize("elements", [16_384, 51_200, 230_400, 498_073, 1 << 20])
+@pytest.mark.parametrize("elements", [16_384, 51_200, 230_400, 498_073, 1 << 19, 1 << 20])
 def test_memory_of_dropped_tensors_is_used_again_at_every_size(tmp_path, option, elements):
     """By blocks of the heap, and by mappings: no allocator may keep what was dropped."""
     path, count = tmp_path / "f.tensors", (256 << 20) // (elements * 4)

@@ -71,6 +71,76 @@ def test_files_are_mapped_only_on_request(path):
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
+def is_mapped(tensor, path):
+    """True if a tensor's bytes lie in a mapping of the file."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [line[0].split("-") for line in maps if line[-1] == str(path)]
+    return any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in ranges)
+
+
+@pytest.fixture(params=["f.tensors", "f.safetensors"])
+def rows(request, tmp_path):
+    tensors = {f"t{n}": torch.randn(64, 16 * (n + 1)) for n in range(60)}
+    tensorizer.save({**tensors, "empty": torch.empty(0, 3)}, tmp_path / request.param)
+    return tmp_path / request.param, tensors
+
+
+@pytest.mark.host
+def test_an_iterator_uses_tensors_in_place(rows):
+    path, tensors = rows
+    before = path.read_bytes()
+    found = {}
+    for name, tensor in tensorizer.iterate(path, "cpu", mmap=True, buffer_bytes=1):
+        assert is_mapped(tensor, path) == (name != "empty")
+        found[name] = tensor
+    assert found.pop("empty").shape == (0, 3)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_same(found[name], tensor)
+    found["t0"].fill_(7)
+    assert path.read_bytes() == before, "changes are private"
+    del found, tensor
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert not any(is_mapped(tensor, path) for _, tensor in tensorizer.iterate(path, "cpu"))
+    if path.suffix == ".tensors":
+        verified = tensorizer.iterate(path, "cpu", mmap=True, verify_hash=True)
+        assert not any(is_mapped(tensor, path) for _, tensor in verified)
+
+
+@pytest.mark.host
+def test_slices_that_are_one_range_are_used_in_place(rows):
+    path, tensors = rows
+    names = [f"t{n}" for n in range(20, 60)]
+
+    def load(dimension, end, **options):
+        slices = dict.fromkeys(names, (dimension, 0, end))
+        return tensorizer.load(path, "cpu", names=names, slices=slices, **options)
+
+    found = load(0, 33, mmap=True)
+    for name, tensor in found.items():
+        assert is_mapped(tensor, path)
+        assert torch.equal(tensor, tensors[name][:33])
+    assert not tensorizer.stats()["fallbacks"]
+    columns = load(1, 300, mmap=True)
+    assert not any(is_mapped(tensor, path) for tensor in columns.values())
+    (why,) = tensorizer.stats()["fallbacks"]
+    assert "slices are read although mapping was asked for" in why
+    whole = {name: tensors[name][:, :300] for name in names}
+    assert all(torch.equal(columns[name], whole[name]) for name in names)
+    assert not any(is_mapped(tensor, path) for tensor in load(0, 33).values())
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("ending", ["tensors", "safetensors"])
+def test_overlapping_slices_are_all_read(tmp_path, ending):
+    path, whole = tmp_path / f"f.{ending}", torch.randn(400_000, 2)
+    tensorizer.save({"w": whole, "other": torch.randn(300_000)}, path)
+    for first, second in [((0, 0, 400_000), (0, 1, 400_000)), ((0, 0, 300_000), (1, 0, 1))]:
+        for one in (first, second):
+            found = tensorizer.load(path, "cpu", names=["w"], slices={"w": one}, mmap=True)["w"]
+            assert torch.equal(found, whole.narrow(one[0], one[1], one[2] - one[1]))
+
+
 def test_a_mapped_file_of_the_old_writer_is_read(unpack):
     file = {"file": "v1_linear.tensors.gz"}
     assert (GOLDEN / file["file"]).exists()

@@ -355,9 +355,11 @@ def test_commands_state_their_minimum_memory_limit(nginx, tmp_path, capsys, comm
     def call(limit):
         return main([name, "--quiet", *options, f"--memory-limit={limit}", path, target])
 
-    assert call(3 * MIB) != 0
+    # What is not hashed is written without a copy.
+    little = MIB // 8 if target.endswith(".safetensors") else 3 * MIB
+    assert call(little) != 0
     said = capsys.readouterr().err
-    assert "a memory limit of 3145728 bytes is too small" in said
+    assert f"a memory limit of {little} bytes is too small" in said
     enough = least(said)
     assert call(enough) == 0, capsys.readouterr().err
     assert call(64 * MIB) == 0 or enough > 64 * MIB

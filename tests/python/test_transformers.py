@@ -357,14 +357,14 @@ def test_entries_that_name_files_of_the_machine(tmp_path):
     kept = {"vocab": ["a"], "vocab_size": 3, "chat_template": "a/b_file", "unk_token": "/"}
     dropped = {"vocab": "x", "merges": "x", "source_spm": "x", "fast_tokenizer_files": ["x"]}
     path.write_text(json.dumps(kept | {"sp_model_kwargs": {"model_file": "x", "nbest_size": 1}}))
-    config_sanitizer.drop_tokenizer_files(path)
+    config_sanitizer.drop_entries(path, config_sanitizer.names_vocabulary)
     assert json.loads(path.read_text()) == kept | {"sp_model_kwargs": {"nbest_size": 1}}
     path.write_text(json.dumps(dropped))
-    config_sanitizer.drop_tokenizer_files(path)
+    config_sanitizer.drop_entries(path, config_sanitizer.names_vocabulary)
     assert json.loads(path.read_text()) == {}
     hub = {"repo_path": "org/repo", "image_processor": {"class_info_file": "ade20k.json"}}
     path.write_text(json.dumps(hub | {"part": {"class_info_file": str(path)}, "a_path": "../x"}))
-    config_sanitizer.drop_processor_files(path)
+    config_sanitizer.drop_entries(path, config_sanitizer.names_path)
     assert json.loads(path.read_text()) == hub | {"part": {}}
 
 
@@ -551,7 +551,7 @@ def test_files_of_the_hub_are_asked_for_alone_until_one_is_pinned(tmp_path, monk
     def note(names):
         rounds.append(names)
         if "b" in names:
-            files._folder.pin("b", f"hf://org/repo@{'5a' * 20}/b")
+            files.folder.pin("b", f"hf://org/repo@{'5a' * 20}/b")
 
     monkeypatch.setattr(files, "_fetch_concurrently", note)
     files.fetch(["a", "b", "c", "d"])

@@ -233,7 +233,7 @@ fn check_crypt(info: &CryptInfo, chunks: &Value, name: &str) {
     let mut derivations = 0;
     for chunk in chunks.as_array().unwrap() {
         match (chunk["t"].as_str().unwrap(), &info.cipher) {
-            ("par", Some(Cipher::Parallel { piece_len, nonce, macs })) => {
+            ("par", Some(Cipher { piece_len: Some(piece_len), nonce, macs })) => {
                 assert_eq!(Value::from(*piece_len), chunk["chunk"], "{name}");
                 assert_eq!(hex(nonce), chunk["nonce"], "{name}");
                 let expected = chunk["macs"].as_array().unwrap();
@@ -243,9 +243,9 @@ fn check_crypt(info: &CryptInfo, chunks: &Value, name: &str) {
                     "{name}"
                 );
             }
-            ("seq", Some(Cipher::Sequential { nonce, mac })) => {
+            ("seq", Some(Cipher { piece_len: None, nonce, macs })) => {
                 assert_eq!(
-                    (hex(nonce), hex(mac)),
+                    (hex(nonce), hex(macs.as_flattened())),
                     (chunk["nonce"].clone(), chunk["mac"].clone()),
                     "{name}"
                 );

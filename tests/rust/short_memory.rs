@@ -163,7 +163,8 @@ fn refused_allocations_are_errors_in_a_child_process() {
             std::fs::write(&path, "old").unwrap();
             outcome
         });
-        assert!(refused > 0, "saving {name}");
+        // What is not hashed is written without a copy.
+        assert_eq!(refused > 0, !safetensors, "saving {name}");
         write(&path, options(), calls, safetensors).unwrap();
     }
     let shards = at("model.safetensors.index.json");

@@ -20,10 +20,9 @@ fn main() -> Result<()> {
 
 fn round_trips(path: &std::path::Path) -> Result<usize> {
     let large: Vec<f32> = (0u16..60_000).map(f32::from).collect();
-    let none = || tensorizer::Error::InvalidArgument("a key has 32 bytes".to_owned());
     let mut count = 0;
     for encrypted in [false, true] {
-        let key = || Key::new(&[7; 32]).ok_or_else(none);
+        let key = || Key::new(&[7; 32]);
         let encryption = EncryptionOptions { key: key()?, derivation: None, manifest: true };
         let options = SaveOptions {
             encryption: encrypted.then(|| Arc::new(encryption)),
@@ -44,8 +43,8 @@ fn round_trips(path: &std::path::Path) -> Result<usize> {
             let verify = if map { Verify::Nothing } else { Verify::All };
             let options = LoadOptions { readers: Some(2), verify, map, ..LoadOptions::default() };
             let loaded = load(&file, &[0, 1, 2], &options, &Never)?;
-            let first = loaded.first().ok_or_else(none)?;
-            assert_eq!(first.as_slice::<f32>()?, large);
+            let first = loaded.first().map(|first| first.as_slice::<f32>()).transpose()?;
+            assert_eq!(first, Some(&large[..]));
             count += 1;
         }
     }

@@ -6,7 +6,7 @@ use tensorizer::format::tensors::crypt_info::{Cipher, CryptInfo, encode};
 pub fn run(bytes: &[u8]) {
     let Ok(info) = CryptInfo::parse(bytes, 0) else { return };
     let Some(cipher) = info.cipher else { return };
-    if let Cipher::Parallel { piece_len, nonce, macs } = &cipher
+    if let Cipher { piece_len: Some(piece_len), nonce, macs } = &cipher
         && !macs.is_empty()
     {
         let again = encode(info.key_derivation.as_ref(), *piece_len, nonce, macs);
