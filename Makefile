@@ -209,7 +209,7 @@ bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(MAKE) gpu-toy
 
 gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old
-	-$(BIN)/python -m pip install --quiet instanttensor
+	-$(BIN)/python -m pip install --quiet --requirement benchmarks/peers.txt
 	TENSORIZER_OLD_PYTHON=$(OLD)/bin/python $(BIN)/python benchmarks/gpu/run.py $(GPU)
 
 # The same programs on the emulated CUDA, at toy size.
@@ -318,7 +318,7 @@ $(STAMPS)/docs: $(STAMPS)/venv
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
-	$(INSTALL) $(BIN)/python safetensors "runai-model-streamer[s3]" fastsafetensors matplotlib rich redis hiredis \
+	$(INSTALL) $(BIN)/python $$(grep -v -e '^#' -e '^instanttensor' benchmarks/peers.txt) matplotlib rich redis hiredis \
 	  "transformers>=5" boto3
 	touch $@
 

@@ -102,8 +102,9 @@ def cases_of(model: str, form: str) -> list[Case]:
 
 HALF = (Asked("time", 0.6, "ours half", "ours"),)
 WITHIN = (Asked("memory", 300e6, "ours iterate"),)
-ITERATORS = ("ours iterate", "run:ai iterate", "run:ai tuned iterate", "fastsafetensors iterate",
-             "fastsafetensors tuned iterate", "safetensors iterate")  # fmt: skip
+ITERATORS = ("ours iterate", "ours mmap iterate", "run:ai iterate", "run:ai tuned iterate",
+             "fastsafetensors iterate", "fastsafetensors tuned iterate",
+             "safetensors iterate")  # fmt: skip
 
 SAVING = [
     Case("save-safetensors", "save one safetensors file, synced to the disk", "large", "made",
@@ -150,7 +151,8 @@ CASES = [
     *(case for model, form in FORMS.items() for case in cases_of(model, form)),
     *(case for model in FORMS for case in cases_of(model, "pt")),
     Case("half", "half of the rows of every tensor, shards", "large", "shards",
-         ("ours half", "ours", "safetensors half", "safetensors cloned"), asked=HALF),
+         ("ours half", "ours mmap half", "ours", "safetensors half", "safetensors cloned"),
+         asked=HALF),
     Case("half-cold", "half of the rows, shards, not in the page cache", "large", "shards",
          ("ours half", "ours", "safetensors half"), asked=HALF, cold=True),
     Case("half-s3", "half of the rows, shards, from S3 on this machine", "large", "shards",

@@ -29,14 +29,15 @@ def ours(where: Given, **options) -> Tensors:
     return tensorizer.load(where.whole, "cpu", **options)
 
 
-def ours_half(where: Given) -> Tensors:
-    return ours(where, slices={name: (0, 0, rows) for name, rows in where.rows.items()})
+def ours_half(where: Given, **options) -> Tensors:
+    slices = {name: (0, 0, rows) for name, rows in where.rows.items()}
+    return ours(where, slices=slices, **options)
 
 
-def ours_iterate(where: Given) -> Pairs:
+def ours_iterate(where: Given, **options) -> Pairs:
     import tensorizer
 
-    yield from tensorizer.iterate(where.whole, device="cpu", buffer_bytes=where.buffer)
+    yield from tensorizer.iterate(where.whole, device="cpu", buffer_bytes=where.buffer, **options)
 
 
 def safetensors_half(where: Given) -> Tensors:
@@ -64,6 +65,7 @@ LOADERS: dict[str, Callable[[Given], Tensors]] = {
     "ours": ours,
     "ours mmap": lambda where: ours(where, mmap=True),
     "ours half": ours_half,
+    "ours mmap half": lambda where: ours_half(where, mmap=True),
     "safetensors mapped": lambda where: peers.safetensors(where.files),
     "safetensors cloned": lambda where: peers.safetensors_cloned(where.files),
     "safetensors half": safetensors_half,
@@ -81,6 +83,7 @@ LOADERS: dict[str, Callable[[Given], Tensors]] = {
 OF_BYTES = {"ours bytes": "tensorizer.safetensors", "safetensors bytes": "safetensors.torch"}
 ITERATORS: dict[str, Callable[[Given], Pairs]] = {
     "ours iterate": ours_iterate,
+    "ours mmap iterate": lambda where: ours_iterate(where, mmap=True),
     "safetensors iterate": lambda where: peers.safetensors_iterate(where.files),
     "run:ai iterate": lambda where: peers.run_ai_iterate(where.files),
     # Its tensors are overwritten by later ones, which costs it nothing here.

@@ -57,7 +57,7 @@ fn decrypt(size: u64, key: &Key, nonce: [u8; 24]) -> (f64, u64) {
             for _ in 0..rounds {
                 let macs =
                     blocks.iter_mut().zip(0..).map(|(b, n)| seal(b, &nonce, n, key)).collect();
-                let cipher = Cipher::Parallel { piece_len: PIECE_LEN, nonce, macs };
+                let cipher = Cipher { piece_len: Some(PIECE_LEN), nonce, macs };
                 let pieces = EncryptedPieces::of(&cipher, count * PIECE_LEN).unwrap();
                 let start = Instant::now();
                 for (block, number) in blocks.iter_mut().zip(0..) {

@@ -141,6 +141,10 @@ LOADERS: dict[str, Callable[[Path], Tensors | Pairs]] = {
 }
 
 
+#: Ours with another value of an environment variable: "ours NAME=VALUE".
+VARIED = ("ours NUMA=0", "ours DIRECT_IO=0", "ours GDS=1")
+LOADERS |= dict.fromkeys(VARIED, ours)
+
 #: Imported before the clock starts.
 MODULES = {
     "ours": "tensorizer",
@@ -270,6 +274,8 @@ def load(engine: str, path: Path, loads: int) -> dict[str, object]:
             import tensorizer
 
             result["stats"] = tensorizer.stats()
+            if engine == "ours GDS=1" and result["stats"]["reading"] != "GPUDirect Storage":
+                raise AbsentError("GPUDirect Storage is not available here")
         # The bytes that were read: a cast to float32 doubles them on the device.
         size = sum(tensor.nbytes for tensor in tensors.values())
         result["bytes"] = size // 2 if engine == "ours float32" else size
@@ -295,6 +301,9 @@ def import_modules(engine: str) -> None:
 
 def main(engine: str, folder: str, model: str, loads: str = "2") -> dict[str, object]:
     path = Path(folder) / model
+    if engine in VARIED:
+        name, value = engine.removeprefix("ours ").split("=")
+        os.environ[f"TENSORIZER_{name}"] = value
     import_modules(engine)
     torch.ones(1, device=DEVICE)
     torch.cuda.synchronize()

@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
     add("--engines", nargs="*", default=[], help="only these")
     add("--site", nargs="*", default=[], metavar="ENGINE=DIR", help="packages of one engine only")
     add("--gigabytes", type=float, default=16, help="the large model; the small tensors are 1/8")
-    add("--rounds", type=int, default=3)
+    add("--rounds", type=int, default=5)
     add("--tmpfs", type=Path, default=Path("/dev/shm"))
     add("--disk", type=Path, default=HERE.parent / "data")
     add("--toy", action="store_true", help="small, one round, few engines: to try the programs")

@@ -20,11 +20,10 @@ DEFAULTS = "defaults"
 TOGETHER = "the best together"
 #: Values beside the default of each variable.
 VALUES = {
-    "TENSORIZER_STAGING_KB": (1024, 2048, 8192, 16384),
-    "TENSORIZER_IN_FLIGHT_MB": (16, 32, 128, 256),
+    "TENSORIZER_STAGING_KB": (4096, 8192, 16384),
+    "TENSORIZER_IN_FLIGHT_MB": (16, 32),
     "TENSORIZER_STREAMS": (1, 3, 4, 8),
     "TENSORIZER_READERS": (2, 4, 8, 16),
-    "TENSORIZER_PINNED_MB": (128, 512, 1024),
 }
 MODELS = ("large", "20k")
 #: Loads in a process.

@@ -18,12 +18,16 @@ from rows import Rows
 ROOT = Path(__file__).resolve().parents[2]
 #: Limit for the sources and wheels together: they have to be sent to a machine.
 MOST_BYTES = 64 << 20
-#: Peers, the tests' needs, and what these need beside torch and numpy; the most wanted first.
+#: The compared libraries.
+PEERS = [
+    line.replace("[s3]", "")
+    for line in ROOT.joinpath("benchmarks/peers.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+#: They, the tests' needs, and what these need beside torch and numpy; the most wanted first.
 PACKAGES = (
-    "pytest", "pluggy", "iniconfig", "packaging", "pygments",
-    "safetensors", "fastsafetensors", "instanttensor", "runai-model-streamer", "humanize",
-    "typer", "click", "shellingham", "rich", "markdown-it-py", "mdurl", "typing-extensions",
-    "annotated-doc",
+    "pytest", "pluggy", "iniconfig", "packaging", "pygments", *PEERS, "humanize", "typer", "click",
+    "shellingham", "rich", "markdown-it-py", "mdurl", "typing-extensions", "annotated-doc",
 )  # fmt: skip
 #: Wheels are for machines with this Python, and with this minor of glibc or a newer one.
 PYTHON, GLIBC = "3.12", 39
@@ -38,7 +42,7 @@ def tree_bytes() -> int:
 
 
 def download(package: str, folder: Path) -> Path | str:
-    """Download the newest wheel of a package; return it, or why there is none."""
+    """Download a wheel of a package, which may be "name==version"; return it, or why not."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(5, GLIBC + 1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
