@@ -38,7 +38,7 @@ std::uint64_t TorchBlocks::reserve(std::uint64_t least, std::uint64_t most) noex
     const std::uint64_t share = allocator->getMemoryInfo(device_.index()).first / 4;
     const auto len = std::min(most, share);
     if (len < least) return 0;
-    // What the allocator keeps of freed memory serves first.
+    // Freed memory that the allocator keeps serves first.
     if (kept > 0 && static_cast<std::uint64_t>(kept) >= len) return 0;
     // Given back at once: the allocator keeps it, and splits the next blocks off it.
     const auto given_back = allocator->allocate(len);

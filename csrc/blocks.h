@@ -20,8 +20,8 @@ class TorchBlocks {
   // Adds blocks of these lengths, for this thread's current stream.
   void add(rust::Slice<const std::uint64_t> lens);
 
-  // Lets torch's allocator ask the driver for memory for several of the next blocks at once: at least
-  // `least` bytes, and at most `most`. Returns its bytes; 0 if that is of no use, or refused.
+  // Lets torch's allocator ask the driver for memory for several of the next blocks at once: at
+  // least `least` bytes, and at most `most`. Returns its bytes; 0 if that is of no use, or refused.
   std::uint64_t reserve(std::uint64_t least, std::uint64_t most) noexcept;
 
   // Returns the address of a block.

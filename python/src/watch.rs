@@ -91,7 +91,7 @@ pub struct ReadOptions {
 /// The state that all loads of a file share.
 #[derive(Default)]
 pub struct LoadState {
-    /// How later loads read.
+    /// The way in which later loads read.
     pub reading: ForkSafeMutex<ReadOptions>,
     /// The number of times that its file was closed.
     closed: AtomicU64,

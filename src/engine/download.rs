@@ -4,10 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
 use crate::error::{Error, Result};
 use crate::mem::device::{Device, DeviceBytes, Stream};
 use crate::mem::pinned::{DownloadedBytes, Pool, Share, StagingLease};
 use crate::stats::{Counters, Stage};
+use crate::sys::to_usize;
 
 /// Downloads for one call.
 pub struct Downloader<'d> {
@@ -34,7 +36,9 @@ impl Downloader<'_> {
         mut each: impl FnMut(u64, DownloadedBytes<'static>) -> Result<()>,
     ) -> Result<()> {
         let pool = Pool::of(&from.device)?;
-        let (end, step) = (range.end, pool.buffer_len());
+        // Whole pieces of encryption, which a staging buffer has room for.
+        let piece = to_usize(PIECE_LEN);
+        let (end, step) = (range.end, pool.buffer_len() / piece * piece);
         let begin =
             |mut lease: StagingLease<'static>, at: usize| -> Result<StagingLease<'static>> {
                 let now = step.min(end - at);

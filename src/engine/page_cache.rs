@@ -99,7 +99,7 @@ pub fn local_ranks() -> usize {
 pub struct DirectReads<'c> {
     readers: usize,
     counters: &'c Counters,
-    /// What the file systems can do, by their device numbers.
+    /// The abilities of the file systems, by their device numbers.
     support: Mutex<BTreeMap<u64, DirectSupport>>,
     /// The sum of a thousand times each reader's mean number of reads under way.
     under_way: AtomicU64,

@@ -99,10 +99,12 @@ fn fit<D: Destination>(
     let (plan, decrypts) = (request.plan, request.codec.decrypts());
     let source = &sources.capabilities;
     let cut = if decrypts { PIECE_LEN } else { 1 };
+    // Hashes and decryption take all cores.
+    let computes = decrypts || request.options.verify != Verify::Nothing;
     let readers = worker_range::range(
         source,
         (sources.residency, sources.direct),
-        to.facts().spared_cores,
+        if computes { 0 } else { to.facts().spared_cores },
         request.options.readers,
     )?;
     let fit = to.fit(&ReadFacts {

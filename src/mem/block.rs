@@ -47,7 +47,7 @@ pub struct Owner {
     pub memory: Option<BlockMemory>,
     /// The bytes that were written; None if all have a value.
     pub filled: Option<FilledRanges>,
-    /// Where the memory goes when nothing uses it any more.
+    /// The place of the memory when nothing uses it any more.
     pub home: Weak<SpareBlocks>,
 }
 

@@ -355,7 +355,7 @@ def test_commands_state_their_minimum_memory_limit(nginx, tmp_path, capsys, comm
     def call(limit):
         return main([name, "--quiet", *options, f"--memory-limit={limit}", path, target])
 
-    # What is not hashed is written without a copy.
+    # Bytes that are not hashed are written without a copy.
     little = MIB // 8 if target.endswith(".safetensors") else 3 * MIB
     assert call(little) != 0
     said = capsys.readouterr().err

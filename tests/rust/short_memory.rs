@@ -163,7 +163,7 @@ fn refused_allocations_are_errors_in_a_child_process() {
             std::fs::write(&path, "old").unwrap();
             outcome
         });
-        // What is not hashed is written without a copy.
+        // Bytes that are not hashed are written without a copy.
         assert_eq!(refused > 0, !safetensors, "saving {name}");
         write(&path, options(), calls, safetensors).unwrap();
     }

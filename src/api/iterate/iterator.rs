@@ -17,7 +17,9 @@ use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Even
 use crate::stats::Counters;
 use crate::sys::process::DropInOwner;
 
-/// Local tensors of no more bytes are loaded at once: that takes less time than a thread does.
+/// The most bytes of dropped tensors that wait for the next ones.
+const MAX_SPARE: u64 = 64 << 20;
+/// Local tensors of no more bytes are loaded at once.
 const INLINE_LEN: u64 = 1 << 20;
 
 /// Allocates memory of a device, on the caller's thread.
@@ -70,18 +72,18 @@ impl TensorIterator {
         });
         let lens = lens.collect::<Result<Vec<_>>>()?;
         let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
+        // Dropped tensors are a part of the read-ahead. A limit of memory has no room for them.
+        let spared = !on_device && load.memory.bytes().is_none();
+        let spare = if spared { (budget / 4).min(MAX_SPARE) } else { 0 };
         let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 });
-        let total = lens.iter().fold(0, |sum: u64, len| sum.saturating_add(*len));
-        let inline = !on_device
-            && !selection.is_sliced()
-            && total <= budget.min(INLINE_LEN)
-            && file.sources().iter().all(|source| source.facts().is_local);
+        let inline = !on_device && is_short(&selection, &lens, budget - spare);
         let shared = Arc::new(IteratorState {
             file: file.duplicate(),
             numbers: selection.numbers.clone(),
+            spare,
             options: load,
             complete: options.complete,
-            window: Window::new(lens, budget, options.order, on_device),
+            window: Window::new(lens, budget - spare, options.order, on_device),
             device: device.map(|device| (device, blocks)),
             counters: Counters::default(),
         });
@@ -239,6 +241,14 @@ fn wait(event: &dyn Event, cancel: &dyn Cancel) -> Result<()> {
         pause = (pause * 2).min(Duration::from_millis(2));
     }
     Ok(())
+}
+
+/// True if tensors are loaded at once, as they take less time than a thread does.
+fn is_short(selection: &Selection<'_>, lens: &[u64], budget: u64) -> bool {
+    let total = lens.iter().fold(0, |sum: u64, len| sum.saturating_add(*len));
+    total <= budget.min(INLINE_LEN)
+        && !selection.is_sliced()
+        && selection.file.sources().iter().all(|source| source.facts().is_local)
 }
 
 /// Divides the memory limit. Returns the bytes that are read ahead, and the options of the load,

@@ -37,10 +37,8 @@ pub fn run(shared: &IteratorState, streams: Option<&Streams>) -> Result<()> {
         let mapped = mapped_buffers(&selection, &in_place)?;
         let reads = Reads::new(&selection, &options)?;
         let reads = reads.without(in_place.iter().map(Option::is_some).collect());
-        // A limit of memory has no room for it.
-        let spare = options.memory.bytes().map_or_else(|| window.max_spare(), |_| 0);
         let sizes = if in_host { reads.sizes() } else { Vec::new() };
-        let buffers = TensorBuffers::new(sizes, spare);
+        let buffers = TensorBuffers::new(sizes, shared.spare);
         let receiver = WindowReceiver {
             shared,
             selection: &selection,
@@ -179,6 +177,7 @@ mod tests {
         let shared = IteratorState {
             file: TensorFile::open(&path).unwrap(),
             numbers: vec![0],
+            spare: 0,
             options: LoadOptions::default(),
             complete: false,
             window: Window::new(vec![3], 3, Order::File, false),

@@ -27,6 +27,8 @@ pub struct IteratorState {
     pub file: TensorFile,
     /// Numbers of the tensors, in the order of their data in the file.
     pub numbers: Vec<usize>,
+    /// The most bytes of dropped tensors that wait for the next ones.
+    pub spare: u64,
     /// Load options.
     pub options: LoadOptions,
     /// True if tensors are handed out only when their copies to the device have ended.

@@ -18,10 +18,6 @@ const BATCH_FRACTION: u64 = 8;
 /// read-ahead that limits their bytes.
 const MAX_TOGETHER: usize = 1024;
 const TOGETHER_FRACTION: u64 = 16;
-/// The limit of memory of dropped tensors that waits for the next ones: the divisor of the
-/// read-ahead, and the most bytes.
-const SPARE_FRACTION: u64 = 4;
-const MAX_SPARE: u64 = 64 << 20;
 /// The most blocks that are allocated together, and the most bytes of them.
 const BLOCKS: usize = 256;
 const BLOCKS_LEN: u64 = 64 << 20;
@@ -117,11 +113,6 @@ impl Window {
     /// Returns the most bytes of a batch.
     pub fn max_batch_len(&self) -> u64 {
         (self.state().budget / BATCH_FRACTION).max(1)
-    }
-
-    /// Returns the most bytes of dropped tensors that wait for the next ones.
-    pub fn max_spare(&self) -> u64 {
-        (self.state().budget / SPARE_FRACTION).min(MAX_SPARE)
     }
 
     /// True if memory for the next tensor may be granted.

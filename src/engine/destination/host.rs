@@ -29,7 +29,7 @@ pub struct HostDestination<'a> {
     memory: TensorMemory<'a>,
     /// The images, in the order of their files and positions.
     images: Vec<FileImage<'a>>,
-    /// What is to know of the bytes of lent memory that were written.
+    /// The bytes of lent memory that were written.
     filled: Vec<&'a FilledRanges>,
 }
 

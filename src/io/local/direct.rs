@@ -37,7 +37,7 @@ pub struct DirectReader<'s> {
     memory: Arc<Mutex<DirectMemory>>,
 }
 
-/// What a reader needs for direct reads, of one file after another.
+/// The ring and the buffer of a reader for direct reads, of one file after another.
 pub struct DirectMemory {
     buffer: Mapping,
     ring: Option<IoUring>,
@@ -46,7 +46,7 @@ pub struct DirectMemory {
     under_way: u64,
 }
 
-/// What a file system can do with direct reads.
+/// The abilities of a file system with direct reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DirectSupport {
     /// Nothing.
