@@ -36,8 +36,8 @@ pub fn range(
         Some(PageCacheResidency::Little) if direct => {
             WorkerRange::fixed(range.max.min(crate::cpu_count().clamp(2, DIRECT_READERS)))
         }
-        // All readers are needed to keep a disk busy, from the first byte on: those of all processes
-        // that load from it.
+        // All readers are needed to keep a disk busy, from the first byte on. Processes of one job
+        // share them.
         Some(PageCacheResidency::Little) => {
             let share = range.max / local_ranks().max(1);
             WorkerRange::fixed(share.max(2).min(range.max))

@@ -27,7 +27,7 @@ pub const ALIGNMENT: usize = 64;
 /// Smaller blocks come from the heap, which reuses pages that were touched before. Fresh pages, and
 /// even one huge page, take longer to clear than such a block takes to read. A tensor of 2 MiB and
 /// its header are such a block.
-pub const MAPPED_FROM: usize = HUGE_PAGE + (64 << 10);
+const OWN_MAPPING_FROM: usize = HUGE_PAGE + (64 << 10);
 
 /// A block of memory that is being filled: exclusively owned until [`Arena::freeze`].
 pub struct Arena {
@@ -40,7 +40,7 @@ pub struct Arena {
 impl Arena {
     /// Allocates `len` bytes. Those of a small block have no value before they are written.
     pub fn new(len: usize) -> Result<Self> {
-        if len >= MAPPED_FROM {
+        if len >= OWN_MAPPING_FROM {
             return Ok(Arena { len, ..Self::of(Mapping::new(len)?) });
         }
         let padding = ALIGNMENT - align_of::<HeapUnit>();

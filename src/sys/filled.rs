@@ -12,7 +12,7 @@ pub struct FilledRanges {
 }
 
 impl FilledRanges {
-    /// Those of a block at these addresses, of which nothing was written.
+    /// Creates the ranges of a block at these addresses, in which nothing was written yet.
     pub fn none(block: Range<usize>) -> Self {
         FilledRanges { block, ranges: Mutex::default() }
     }

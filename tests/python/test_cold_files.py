@@ -154,6 +154,16 @@ def test_processes_of_one_machine_share_the_page_cache(
     assert (reading in AROUND) == direct
 
 
+def test_processes_of_one_machine_share_the_readers(path, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_DIRECT_IO", "0")
+    readers = []
+    for processes in ("1", "1000"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        loaded(path)
+        readers.append(tensorizer.stats()["most_threads"])
+    assert readers[1] == 2 < readers[0]
+
+
 @pytest.mark.parametrize("by", ["group", "environment"])
 def test_the_disk_is_read_once_for_all_of_them(ranks, path, by):
     environment = {"LOCAL_WORLD_SIZE": "3"} if by == "environment" else {}

@@ -368,3 +368,32 @@ def test_dtypes_that_torch_cannot_copy(tmp_path):
         # Booleans too: no hash would fit others.
         assert torch.equal(tensor.view(torch.uint8), values)
         assert tensor.untyped_storage().nbytes() == 4
+
+
+def test_few_bytes_of_a_local_file_start_no_thread(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save({"a": torch.arange(9), "none": torch.zeros(0), "b": torch.ones(3)}, path)
+    code = """
+import os, sys, tensorizer
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before = threads()
+iterator = tensorizer.iterate(sys.argv[1], "cpu")
+assert threads() == before
+name, first = next(iterator)
+iterator.close()
+assert name == "a" and first.tolist() == list(range(9))
+assert [name for name, _ in tensorizer.iterate(sys.argv[1], "cpu")] == ["a", "none", "b"]
+data = bytearray(open(sys.argv[1], "rb").read())
+data[data.index(bytes(first.numpy().tobytes()))] ^= 1
+open(sys.argv[1], "wb").write(data)
+damaged = tensorizer.iterate(sys.argv[1], "cpu", verify_hash=True)
+try:
+    list(damaged)
+except tensorizer.HashMismatchError as error:
+    assert "a" in str(error)
+else:
+    sys.exit("no error")
+"""
+    done = run_python(code, path)
+    assert done.returncode == 0, done.stderr

@@ -141,7 +141,7 @@ impl<'a> HostDestination<'a> {
         HostDestination { memory, images, filled: Vec::new() }
     }
 
-    /// Has these know of the bytes that are written.
+    /// Adds the bytes that are written to these, each for a block of memory.
     pub fn noting(self, mut filled: Vec<&'a FilledRanges>) -> Self {
         filled.sort_unstable_by_key(|filled| filled.start());
         HostDestination { filled, ..self }
