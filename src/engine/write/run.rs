@@ -14,6 +14,7 @@ use crate::cancel::Cancel;
 use crate::codec::HashPool;
 use crate::codec::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
 use crate::codec::encrypt::Encryptor;
+use crate::codec::hash::SMALL;
 use crate::engine::workers;
 use crate::error::Result;
 use crate::format::tensors::header::Hashes;
@@ -67,6 +68,8 @@ pub fn write_tensors(
     let interleaved = if sha { wanted.min(max_positions) } else { 1 };
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
+    // Batches cut every tensor that is longer.
+    let max_small = SMALL.min(batch_len);
     let jobs = plan_jobs(items, interleaved, buffer_len()?, batch_len);
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
@@ -82,7 +85,8 @@ pub fn write_tensors(
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         needs_digests: options.needs_digests,
         hashes: options.hashes,
-        hash_pool: hash_pool(items, options.hashes),
+        max_small,
+        hash_pool: hash_pool(items, max_small, options.hashes),
         backlog: &backlog,
         sends,
         digests: Mutex::new(vec![[0; 32]; items.len()]),
@@ -183,9 +187,13 @@ fn encryptors<'o>(
 
 /// Returns the hash pool of the tensors that are written in several chunks; without headers it has
 /// none.
-fn hash_pool<B: AsRef<[u8]>>(items: &[WriteTensor<'_>], hashes: Option<Hashes>) -> HashPool<B> {
+fn hash_pool<B: AsRef<[u8]>>(
+    items: &[WriteTensor<'_>],
+    max_small: u64,
+    hashes: Option<Hashes>,
+) -> HashPool<B> {
     let large = |item: &WriteTensor<'_>| {
-        (hashes.is_some() && item.is_large()).then_some(item.entry.data_len)
+        Some(item.entry.data_len).filter(|len| hashes.is_some() && *len > max_small)
     };
     HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))
 }

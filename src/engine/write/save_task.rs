@@ -31,6 +31,9 @@ pub struct SaveTask<'p> {
     pub needs_digests: bool,
     /// The hashes that headers store; None without headers.
     pub hashes: Option<Hashes>,
+    /// Maximum data of a small tensor, which is one chunk: it is hashed at once and written with its
+    /// header. Those of a large one are hashed chunk by chunk, and its header is written after them.
+    pub max_small: u64,
     /// The hashes of large tensors.
     pub hash_pool: HashPool<UnhashedBytes<'p>>,
     pub backlog: &'p HashBacklog,
@@ -56,6 +59,10 @@ impl<'p> SaveTask<'p> {
         self.items.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
+    fn is_large(&self, item: &WriteTensor<'_>) -> bool {
+        item.entry.data_len > self.max_small
+    }
+
     /// Writes chunks that are adjacent in the file.
     ///
     /// A small tensor comes as one chunk: it is hashed first, and its header is written with it.
@@ -70,7 +77,7 @@ impl<'p> SaveTask<'p> {
         let mut writes: Vec<WriteRun<'_>> = Vec::new();
         for (chunk, encrypted) in chunks.iter().zip(&encrypted) {
             let item = self.item(chunk.tensor)?;
-            if !plain && !item.is_large() {
+            if !plain && !self.is_large(item) {
                 let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 append(&mut writes, item.entry.header_offset, header);
             }
@@ -87,7 +94,7 @@ impl<'p> SaveTask<'p> {
         }
         self.counters.time(Stage::Hash, || -> Result<()> {
             for TensorChunk { tensor, start, bytes } in chunks {
-                if self.item(tensor)?.is_large() {
+                if self.is_large(self.item(tensor)?) {
                     if start == 0 {
                         self.hash_pool.header(tensor, &self.draft(tensor)?.bytes);
                     }
@@ -152,7 +159,7 @@ impl<'p> SaveTask<'p> {
     fn headers_of_small(&self, chunks: &[TensorChunk<'p>]) -> Result<Vec<Vec<u8>>> {
         let mut drafts = Vec::with_capacity(chunks.len());
         for chunk in chunks {
-            if !self.item(chunk.tensor)?.is_large() {
+            if !self.is_large(self.item(chunk.tensor)?) {
                 drafts.push((chunk, self.draft(chunk.tensor)?));
             }
         }

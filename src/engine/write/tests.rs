@@ -5,12 +5,13 @@
     clippy::cast_possible_truncation
 )]
 
+use std::io::IoSlice;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::{TensorData, WriteOptions, WriteTensor, write_tensors};
-use crate::cancel::Never;
+use crate::cancel::{Cancel, Never};
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
 use crate::format::catalog::Entry;
@@ -19,7 +20,7 @@ use crate::format::name::Name;
 use crate::format::tensors::header::Hashes;
 use crate::format::tensors::layout::{UnplacedTensor, place_tensors};
 use crate::io::local::FileSink;
-use crate::io::{Ending, WriteAt};
+use crate::io::{Ending, Published, SinkFacts, WriteAt};
 use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBytes, DeviceMemory};
 use crate::mem::pinned::Pool;
@@ -61,8 +62,8 @@ struct TestTensors {
     data: Vec<Vec<u8>>,
 }
 
-fn tensors(hashes: Hashes) -> TestTensors {
-    let placed = TENSORS.iter().enumerate().map(|(n, &(_, len))| UnplacedTensor {
+fn tensors(lens: &[usize], hashes: Hashes) -> TestTensors {
+    let placed = lens.iter().enumerate().map(|(n, &len)| UnplacedTensor {
         name: Name::from_key(&format!("t{n}")).unwrap(),
         kind: TensorKind::StateDict,
         dtype: DType::from_name("uint8").unwrap(),
@@ -70,9 +71,8 @@ fn tensors(hashes: Hashes) -> TestTensors {
         meta: false,
     });
     let layout = place_tensors(placed.collect(), 0, 64, hashes, None).unwrap();
-    let data = TENSORS.iter().enumerate();
-    let data =
-        data.map(|(n, &(_, len))| (0..len).map(|i| (i * 31 + i / 255 + n * 7) as u8).collect());
+    let data = lens.iter().enumerate();
+    let data = data.map(|(n, &len)| (0..len).map(|i| (i * 31 + i / 255 + n * 7) as u8).collect());
     TestTensors { entries: layout.entries, end: layout.end, data: data.collect() }
 }
 
@@ -160,7 +160,7 @@ fn every_data_source_gives_the_same_file_with_minimum_buffers() {
     for (hashes, seed) in [(Hashes::All, 1), (Hashes::Crc32, 2)] {
         let device: Arc<dyn Device> = FakeDevice::new(seed, InjectedFaults::default());
         Pool::of(&device).unwrap().set_limit(0);
-        let tensors = &tensors(hashes);
+        let tensors = &tensors(&TENSORS.map(|(_, len)| len), hashes);
         let live_copies = Arc::default();
         let path = folder.path().join("memory");
         let memory = |_| DataKind::Memory;
@@ -181,5 +181,74 @@ fn every_data_source_gives_the_same_file_with_minimum_buffers() {
                 });
             }
         });
+    }
+}
+
+/// An upload that keeps its bytes, and how often each was written.
+struct CountedUpload(Mutex<Vec<(u8, u8)>>);
+
+impl WriteAt for CountedUpload {
+    fn uri(&self) -> &str {
+        "counted"
+    }
+
+    fn facts(&self) -> SinkFacts {
+        SinkFacts {
+            max_writers: 4,
+            default_writers: 4,
+            max_positions: 4,
+            is_visible_early: false,
+            retained: 0,
+            part_len: 8 << 20,
+        }
+    }
+
+    fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], _: &dyn Cancel) -> Result<usize> {
+        let mut all = self.0.lock().unwrap();
+        let mut at = offset as usize;
+        for byte in buffers.iter().flat_map(|buffer| buffer.iter()) {
+            all[at] = (*byte, all[at].1 + 1);
+            at += 1;
+        }
+        Ok(at - offset as usize)
+    }
+
+    fn read_back(&self, _: u64, _: &mut [u8]) -> Result<()> {
+        unreachable!()
+    }
+
+    fn publish(&mut self, _: u64, _: Ending, _: &dyn Cancel) -> Result<Published> {
+        unreachable!()
+    }
+}
+
+/// The batches of an upload are shorter than those of a file.
+#[test]
+fn uploads_write_each_byte_once_and_hash_whole_tensors() {
+    let kib = [1, 512, 700, 1024, 2048];
+    let lens = kib.iter().flat_map(|kib| [(kib << 10) - 1, kib << 10, (kib << 10) + 1]);
+    let lens: Vec<usize> = lens.collect();
+    let folder = tempfile::tempdir().unwrap();
+    for hashes in [Hashes::All, Hashes::Crc32] {
+        let TestTensors { entries, end, data } = tensors(&lens, hashes);
+        let items = || -> Vec<WriteTensor<'_>> {
+            let item = |(entry, data)| WriteTensor { entry, module_index: 0, data };
+            entries.iter().zip(data.iter().map(|data| TensorData::Bytes(data))).map(item).collect()
+        };
+        let options = WriteOptions { hashes: Some(hashes), ..WriteOptions::default() };
+        let upload = CountedUpload(Mutex::new(vec![(0, 0); end as usize]));
+        write_tensors(&upload, &items(), &options, &AtomicU64::new(0), &Never).unwrap();
+        let path = folder.path().join("file");
+        let mut file = FileSink::create(&path).unwrap();
+        write_tensors(&file, &items(), &options, &AtomicU64::new(0), &Never).unwrap();
+        file.publish(end, Ending::Finished, &Never).unwrap();
+        let first = entries[0].header_offset as usize;
+        let expected = std::fs::read(path).unwrap();
+        for (at, (byte, times)) in
+            upload.0.into_inner().unwrap().into_iter().enumerate().skip(first)
+        {
+            assert!(byte == expected[at], "byte {at}, {hashes:?}");
+            assert!(times == 1 || (times, byte) == (0, 0), "byte {at} was written {times} times");
+        }
     }
 }

@@ -1,7 +1,6 @@
 //! The tensors of a save.
 
 use super::tensor_data::TensorData;
-use crate::codec::hash::SMALL;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 
@@ -16,12 +15,6 @@ pub struct WriteTensor<'a> {
 }
 
 impl WriteTensor<'_> {
-    /// True if the data are hashed chunk by chunk, and the header is written after them. Otherwise,
-    /// the tensor is hashed at once and written together with its header.
-    pub fn is_large(&self) -> bool {
-        self.entry.data_len > SMALL
-    }
-
     /// Checks that there are as many bytes as the entry says.
     pub fn check(&self) -> Result<()> {
         match self.data.size() {
