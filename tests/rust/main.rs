@@ -1,5 +1,6 @@
 //! Tests of the core through what it makes public, without torch and Python: one program, since
 //! each would link the whole core once more.
+#![allow(clippy::too_many_lines)]
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod archives;
