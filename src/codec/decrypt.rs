@@ -199,7 +199,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig::with_cases(24))]
         /// Pieces of 2 MiB, in chunks in any order; and one piece of any stated length.
         #[test]
         fn data_are_decrypted_in_chunks(

@@ -246,6 +246,7 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn workers_stop_growing_where_doubling_stops_helping(limit in 4usize..200, latency in 0u64..10) {
             let latency = Duration::from_millis(latency);

@@ -197,7 +197,7 @@ mod tests {
     #[test]
     fn a_forked_child_can_take_the_lock() {
         static LOCK: ForkSafeMutex<u64> = ForkSafeMutex::new(0);
-        assert_eq!(deadlocked_children(&LOCK, 300), 0);
+        assert_eq!(deadlocked_children(&LOCK, 60), 0);
     }
 
     #[test]

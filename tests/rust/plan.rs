@@ -106,6 +106,7 @@ proptest! {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
     /// Every byte of data has one place in a staging buffer, and one copy takes it to its place on
     /// the device, whatever else goes along.
     #[test]

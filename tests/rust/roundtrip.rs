@@ -109,9 +109,7 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
 /// Loads a file in every way that there is and compares the bytes.
 fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
     for verify in [false, true] {
-        for (readers, map) in
-            [(None, false), (Some(1), false), (Some(5), false), (None, true), (Some(2), true)]
-        {
+        for (readers, map) in [(None, verify), (Some(1), false), (Some(5), !verify)] {
             let file = TensorFile::open(path).unwrap();
             let options = LoadOptions {
                 readers,
@@ -141,7 +139,7 @@ fn expect(path: &Path, names: &[String], data: &[Vec<u8>]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
 
     /// Sizes around all of the limits: parts, pieces that are hashed in pairs, mapped ones.
     #[test]
