@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from harness.case import is_ours
+
 #: Sizes in the picture, in units of SVG.
 WIDTH, ROW, LABELS, NUMBERS, TOP = 760, 34, 190, 110, 64
 STYLE = """
@@ -25,7 +27,7 @@ STYLE = """
 
 
 def draw(path: Path, title: str, note: str, rates: Sequence[tuple[str, float]]) -> None:
-    """Write the picture; rates are in GB/s, and names that begin with "ours" stand out."""
+    """Write the picture; rates are in GB/s, and this package stands out."""
     height = TOP + ROW * len(rates) + 16
     fastest = max(rate for _, rate in rates)
     lines = [
@@ -39,7 +41,7 @@ def draw(path: Path, title: str, note: str, rates: Sequence[tuple[str, float]]) 
     for number, (name, rate) in enumerate(rates):
         top, middle = TOP + ROW * number, TOP + ROW * number + 20
         length = (WIDTH - LABELS - NUMBERS) * rate / fastest if fastest else 0
-        kind = "ours" if name.startswith("ours") else "other"
+        kind = "ours" if is_ours(name) else "other"
         lines += [
             f'<text x="{LABELS - 10}" y="{middle}" text-anchor="end">{escape(name)}</text>',
             f'<rect class="{kind}" x="{LABELS}" y="{top + 4}" width="{length:.1f}" '

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +17,11 @@ from typing import TypeVar
 
 import tensorizer
 import torch
+from bars import draw
+from cases import ALL
+from harness import files
+from harness.case import Given, Model, is_ours
+from harness.process import measure, preload
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -85,47 +89,40 @@ def compare(
 
     Returns a table, and what it says of those that are faster.
     """
-    sys.path.insert(0, str(HERE))
-    from bars import draw
-    from engines import checksum
-    from run import OLD_PYTHON, files_of, warm
-    from safetensors.torch import save_file
-
-    save_file(state, folder / "model.safetensors")
-    torch.save(state, folder / "model.pt")
-    (folder / "model.json").write_text(json.dumps(checksum(state)))
-    tensorizer.save(state, folder / "model.tensors")
-    warm(files_of(folder, "model"))
+    preload(quick=False)
+    case = ALL["tensors/3k"]
+    size = sum(tensor.nbytes for tensor in state.values())
+    model = Model("model", len(state), size)
+    for form in ("tensors", "safetensors", "pt"):
+        files.WRITERS[form](state, files.local(folder, model, form))
+    (folder / "model.all.json").write_text(json.dumps(files.checksum(state)))
+    files.warm([folder])
     table = Table(title="Loading the same weights to the CPU, every byte touched and compared")
-    for column in ("engine", "seconds", "GB/s", "times as long as ours", "peak memory"):
+    for column in ("engine", "seconds", "GB/s", "times as long", "peak memory"):
         table.add_column(column, justify="left" if column == "engine" else "right")
-    engines = ["ours", "ours mmap", *others]
+    engines = ["tensorizer", "tensorizer mmap", *others]
     rates: list[tuple[str, float]] = []
     task = progress.add_task("comparing engines", total=len(engines))
     first = None
     found: dict[str, dict[str, float]] = {}
-    for engine in engines:
-        python = str(OLD_PYTHON) if "2.12.1" in engine else sys.executable
-        command = [python, str(HERE / "engines.py"), engine, str(folder), "model"]
-        runs = []
-        for _ in range(3):
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
-            assert runs[-1]["verified"], f"{engine} loaded other bytes"
+    for name in engines:
+        engine = next(one for one in case.engines if one.name == name)
+        given = Given(folder, str(folder), model, engine.form, "", folder, str(folder), False)
+        runs = [dict(measure("run", case, engine, given, env={}, timeout=300)) for _ in range(3)]
         best = min(runs, key=lambda result: result["seconds"])
         first = first or best
-        found[engine] = best
-        rates.append((engine, best["bytes"] / best["seconds"] / 1e9))
+        found[name] = best
+        rates.append((name, best["bytes"] / best["seconds"] / 1e9))
         table.add_row(
-            engine,
+            name,
             f"{best['seconds']:.3f}",
             f"{rates[-1][1]:.2f}",
             f"{best['seconds'] / first['seconds']:.2f}",
             convert_bytes(best["bytes"] + best["extra_bytes"]),
         )
         progress.advance(task)
-    size = convert_bytes(first["bytes"])
-    note = f"{len(state)} tensors, {size}, in the page cache; {os.cpu_count()} cores; best of three"
+    note = f"{len(state)} tensors, {convert_bytes(size)}, in the page cache"
+    note += f"; {os.cpu_count()} cores; best of three"
     draw(PICTURE, "Loading the same weights to the CPU, every byte touched", note, rates)
     return table, losses(found)
 
@@ -134,10 +131,10 @@ def losses(found: dict[str, dict[str, float]]) -> list[str]:
     """Say which of the others take less time or memory than the same way of ours."""
     said = []
     for engine, other in found.items():
-        if engine.startswith("ours"):
+        if is_ours(engine):
             continue
         # Engines that use the page cache in place take next to no memory.
-        way = "ours mmap" if other["extra_bytes"] * 10 < other["bytes"] else "ours"
+        way = "tensorizer mmap" if other["extra_bytes"] * 10 < other["bytes"] else "tensorizer"
         ours = found[way]
         if other["seconds"] < ours["seconds"]:
             said.append(
@@ -153,8 +150,8 @@ def tell(table: Table, lost: list[str]) -> None:
     """Print the table, and where others are better."""
     console.print(table)
     console.print(
-        f"Where ours is not the best here: {'; '.join(lost) or 'nowhere'}. Ours mmap, safetensors "
-        "and torch.load mmap use the page cache in place, the others hold a copy. All that is "
+        f"Where it is not the best here: {'; '.join(lost) or 'nowhere'}. tensorizer mmap, "
+        "safetensors and torch.load mmap use the page cache in place, the others hold a copy. All that is "
         "measured, such as files on a cold disk and on servers: docs/explanation/benchmarks.md."
     )
 

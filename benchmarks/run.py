@@ -1,213 +1,207 @@
-"""Run the benchmarks: every engine in a process of its own, in turns, bytes verified.
+"""Measure cases: every engine and round in a process of its own, in turns, every byte compared.
 
-    python benchmarks/run.py [--quick] [--rounds N] [--only CASE ...] [--record]
+    python benchmarks/run.py [--quick] [--rounds N] [--record] [PATTERN ...]
 
-``--record`` keeps the figures under ``benchmarks/records`` and renews the tables and the plot of
-the documents. ``--quick`` uses toy sizes, to try the programs.
+A pattern is the name of a case, as `tensors/http`, or `formats/*`. `--list` shows all cases.
+`--record` keeps the figures in `benchmarks/records` and renews the tables of the documents.
+`--quick` takes toy sizes and one round, to see that the programs work. `--device` measures the
+cases of a CUDA device instead of the others.
+
+The exit status is 1 if an engine failed, or loaded other bytes than were written.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
-import os
-import platform
-from collections.abc import Mapping
+import fnmatch
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import checkpoints
-import torch
-from cases import BASELINES, CASES, FULL, QUICK, Case, Model
-from forks import Measurement, preload
-from machine import commit, version
-from serve import server
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
+from cases import ALL
+from harness import files, records, report
+from harness.case import AbsentError, Case, Engine, Given
+from harness.process import HERE, measure, preload
+from harness.servers import Server, started
 
 
-def prepare(folder: Path, models: dict[str, Model]) -> None:
-    """Write each model once in every format, with the sums that verify what is loaded."""
-    import tensorizer
-    from engines import checksum
-    from safetensors.torch import save_file
+@dataclass
+class Session:
+    """The options of a run, and what it has found."""
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for model in models.values():
-        path = folder / model.name
-        if Path(f"{path}.json").exists():
-            continue
-        if model.name == "adam":
-            state = checkpoints.nested(model.tensors())
-            checkpoints.save(state, f"{path}.pt", ours=False)
-            checkpoints.save(state, f"{path}.pair.pt", ours=True)
-            Path(f"{path}.json").write_text(json.dumps(checksum(model.tensors())))
-            continue
-        print(f"making {model.name}: {model.count} tensors, {model.total_bytes:,} bytes")
-        tensors = model.tensors()
-        tensorizer.save(tensors, f"{path}.tensors")
-        params = tensorizer.EncryptionParams(bytes(range(32)))
-        tensorizer.save(tensors, f"{path}.encrypted", encryption=params)
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, f"{path}.safetensors")
-        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, f"{path}.pt")
-        Path(f"{path}.json").write_text(json.dumps(checksum(tensors)))
+    quick: bool
+    rounds: int
+    disk: Path
+    memory: Path
+    scale: float
+    engines: list[str]
+    rows: list[records.Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
+    def case(self, case: Case) -> None:
+        """Measure a case, and print its table."""
+        print(f"{case.name}: {case.title}", flush=True)
+        try:
+            rows = list(self.measured(case))
+        except AbsentError as absent:
+            print(f"  not measured: {absent}")
+            return
+        for row in rows:
+            if row.get("figures", {}).get("failed"):
+                self.failures.append(f"{case.name}, {row['engine']}")
+        if rows:
+            print(report.table(rows), flush=True)
+        self.rows += rows
 
-def files_of(folder: Path, model: str) -> list[Path]:
-    """Return the files of a model, in every format."""
-    return list(folder.glob(f"{model}.*"))
+    def chosen(self, case: Case) -> list[Engine]:
+        """Return the engines that are measured."""
+        names = self.engines or (self.quick and case.quick) or ()
+        return [one for one in case.engines if not names or one.name in names]
 
+    def measured(self, case: Case) -> Iterator[records.Row]:
+        """Measure the engines of a case in turns; yield a row for each."""
+        engines = self.chosen(case)
+        model = files.model_of(case.model, self.quick, self.scale)
+        folder = self.memory if case.memory else self.disk
+        forms = sorted({one.form for one in engines})
+        # The emulators of the hub and the clouds are given one file.
+        more = ["safetensors"] if case.model == "gigabyte" else []
+        parts = {one.part or case.part for one in engines}
+        files.prepare(folder, model, [*forms, *more], parts, self.quick)
+        paths = [files.local(folder, model, form) for form in forms if form]
+        with (
+            started(case.server, folder) as server,
+            tempfile.TemporaryDirectory(dir=folder, prefix="out-") as out,
+        ):
+            base = {"http": f"http://{server.host}", "s3": "s3://bucket"}.get(case.scheme, folder)
+            targets = {"objects": "s3://bucket", "gs write": "gs://bucket", "az": "az://bucket"}
+            given = {}
+            for one in engines:
+                slug = re.sub(r"\W+", "-", one.name)
+                target = targets.get(case.server, out)
+                given[one.name] = Given(
+                    folder, str(base), model, one.form, server.host, Path(out, slug),
+                    f"{target}/{slug}", self.quick,
+                )  # fmt: skip
+                Path(out, slug).mkdir(0o700)
+            found = self.turns(case, engines, given, server, [*paths, Path(out)])
+        for one in engines:
+            if found[one.name]:
+                yield records.summary(case.name, one.name, one.baseline, found[one.name])
 
-def forget(paths: list[Path]) -> None:
-    """Take files out of the page cache."""
-    os.sync()
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+    def turns(
+        self, case: Case, engines: list[Engine], given: dict[str, Given], server: Server,
+        paths: list[Path],
+    ) -> dict[str, list[Mapping[str, Any]]]:  # fmt: skip
+        """Let all engines take turns, so that a busy minute of the machine meets all of them."""
+        left, found = list(engines), {one.name: [] for one in engines}
 
+        def attempt(work: str, one: Engine) -> Mapping[str, Any] | None:
+            try:
+                limit = 120 if self.quick else 600
+                return measure(work, case, one, given[one.name], env=server.env, timeout=limit)
+            except AbsentError as absent:
+                print(f"  {one.name}: not measured: {absent}", flush=True)
+            except RuntimeError as error:
+                print(f"  {one.name} failed: {error}", flush=True)
+                self.failures.append(f"{case.name}, {one.name}")
+            left.remove(one)
+            return None
 
-def warm(paths: list[Path]) -> None:
-    """Bring files into the page cache from the disk.
-
-    The pages of a file that has just been written may be smaller than those of one that was read,
-    and a mapping of them slower.
-    """
-    forget(paths)
-    for path in paths:
-        with path.open("rb") as file:
-            while file.read(64 << 20):
-                pass
-
-
-def run(
-    name: str, folder: Path, model: str, quick: bool, packages: str | None = None
-) -> Mapping[str, object]:
-    """Run an engine or a baseline once, in a process that begins with torch imported.
-
-    ``packages`` is a folder whose packages come before all others.
-    """
-    if name in BASELINES:
-        return Measurement(name, "baselines:measure", name, folder / f"{model}.tensors").result()
-    if "2.12.1" in name:
-        found = sorted(OLD_PYTHON.parents[1].glob("lib/python*/site-packages"))
-        if not found:
-            raise FileNotFoundError(
-                f"no packages beside {OLD_PYTHON}: make .make/old installs them"
-            )
-        packages = str(found[0])
-    given = (name, str(folder), model, quick)
-    return Measurement(name, "engines:main", *given, packages=packages).result()
-
-
-def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str, object]]:
-    """Let all engines and baselines take turns, so that a noisy minute hits all of them."""
-    results: dict[str, list[Mapping[str, object]]] = {n: [] for n in case.engines + case.baselines}
-    files = files_of(folder, case.model)
-    if not case.cold:
-        warm(files)
-    for round_ in range(rounds):
-        for name, found in results.items():
-            if case.cold:
-                forget(files)
-            found.append(run(name, folder, case.model, quick))
-        print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
-    return [
-        summary(case.name, name, name in case.baselines, found) for name, found in results.items()
-    ]
-
-
-def summary(
-    case: str, engine: str, baseline: bool, results: list[Mapping[str, object]]
-) -> dict[str, object]:
-    """Return what is recorded of the runs of one engine."""
-    seconds = sorted(float(r["seconds"]) for r in results)
-    # Before every byte was touched: for a mapping this says little.
-    calls = sorted(float(r.get("load_seconds", r["seconds"])) for r in results)
-    return {
-        "case": case,
-        "engine": engine,
-        "baseline": baseline,
-        "n": len(results),
-        "min": seconds[0],
-        "median": seconds[len(seconds) // 2],
-        "max": seconds[-1],
-        "call_median": calls[len(calls) // 2],
-        "bytes": results[0].get("bytes", 0),
-        "extra_bytes": max(int(r.get("extra_bytes", 0)) for r in results),
-        "cpu_seconds": min(float(r.get("cpu_seconds", 0)) for r in results),
-    }
+        for one in engines:
+            if one.make is not None:
+                attempt("make", one)
+        if not case.cold:
+            files.warm(paths)
+        for _ in range(min(self.rounds, case.rounds)):
+            for one in list(left):
+                if case.cold:
+                    files.forget(paths)
+                before = server.counts()
+                result = attempt("run", one)
+                if result is not None:
+                    more = {name: count - before[name] for name, count in server.counts().items()}
+                    figures = dict(result.get("figures", {})) | more
+                    found[one.name].append({**result, "figures": figures})
+                if one.make is None:
+                    shutil.rmtree(given[one.name].out)
+                    given[one.name].out.mkdir(0o700)
+        return found
 
 
-def describe() -> dict[str, object]:
-    """Say what was measured on what."""
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
-    names = "torch safetensors runai-model-streamer fastsafetensors boto3 requests tensorizer"
-    return {
-        "date": datetime.datetime.now().isoformat(timespec="minutes"),
-        "commit": commit(),
-        "cpu": f"{os.cpu_count()} x {cpu}",
-        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB",
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in names.split()} | {"old tensorizer": "2.12.1"},
-    }
-
-
-def record(machine: dict[str, object], rows: list[dict[str, object]], prefix: str = "") -> Path:
-    """Keep the figures of one run in a file of their own."""
-    target = HERE / "records" / f"{os.cpu_count()}-core-{platform.machine()}"
-    target.mkdir(parents=True, exist_ok=True)
-    stem = f"{prefix}{str(machine['date'])[:10]}-{machine['commit']}"
-    names = (f"{stem}.jsonl", *(f"{stem}-{number}.jsonl" for number in range(2, 100)))
-    path = next(target / name for name in names if not (target / name).exists())
-    lines = [json.dumps(machine), *(json.dumps(row) for row in rows)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--only", nargs="*", default=[])
+def arguments() -> argparse.Namespace:
+    """Return the options, with the cases that are chosen."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("patterns", nargs="*", metavar="PATTERN", help="cases; all if there is none")
+    add("--list", action="store_true", help="only show the cases")
+    add("--quick", action="store_true", help="toy sizes and one round")
+    add("--record", action="store_true", help="keep the figures, renew the documents")
+    add("--report", action="store_true", help="only renew the documents")
+    add("--rounds", type=int, default=5)
+    add("--device", action="store_true", help="the cases of a CUDA device")
+    add("--gigabytes", type=float, default=8, help="the model for devices; small tensors: 1/8")
+    add("--engines", nargs="+", default=[], metavar="NAME", help="only these")
+    add("--disk", type=Path, default=HERE / "data", help="folder of the models' files")
+    add("--memory", type=Path, default=Path("/dev/shm/tensorizer-benchmarks"),
+        help="folder of files for devices")  # fmt: skip
     options = parser.parse_args()
-    rounds = options.rounds or (1 if options.quick else 5)
-    folder = HERE / "data" / ("quick" if options.quick else "full")
-    models = QUICK if options.quick else FULL
-    preload("torch")
-    prepare(folder, models)
-    from figures import table
-    from report import render
+    if options.record and (options.quick or options.engines):
+        parser.error("only whole cases at full size are recorded")
+    named = options.patterns or ["device/*" if options.device else "*"]
+    for pattern in named:
+        if not fnmatch.filter(ALL, pattern):
+            parser.error(f"no case is named {pattern}")
+    options.cases = [
+        case
+        for case in ALL.values()
+        if case.device == options.device
+        and any(fnmatch.fnmatch(case.name, p) for p in named)
+        and not (options.quick and case.quick is None)
+    ]
+    return options
 
-    machine = describe()
-    rows: list[dict[str, object]] = []
-    for case in CASES:
-        if options.only and case.name not in options.only:
-            continue
-        print(f"{case.name}: {case.title}")
-        with server(case.server, folder) if case.server else contextlib.nullcontext() as address:
-            if case.server and address is None:
-                print(f"{case.server} is not installed: not measured")
-                continue
-            os.environ["BENCHMARK_SERVER"] = address or ""
-            if case.name == "redis":
-                run("ours to_redis", folder, case.model, options.quick)
-            mine = measure(case, folder, rounds, options.quick)
-        rows += mine
-        print(table(case, mine))
+
+def main() -> int:
+    """Measure, print and record."""
+    options = arguments()
+    if options.list:
+        print("\n".join(f"{case.name:28}{case.title}" for case in options.cases))
+        return 0
+    if options.report:
+        report.render()
+        return 0
+    # Some of what toys import looks for a device, which then no fork could use.
+    preload(options.quick and not options.device)
+    session = Session(
+        options.quick, 1 if options.quick else options.rounds,
+        options.disk / ("quick" if options.quick else "full"),
+        options.memory / ("quick" if options.quick else "full"),
+        1 if options.quick else options.gigabytes / 8, options.engines,
+    )  # fmt: skip
+    machine = records.describe(options.device)
+    print(machine, flush=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, session.memory, ignore_errors=True)
+        for case in options.cases:
+            before = len(session.rows)
+            session.case(case)
+            if options.record and len(session.rows) > before:
+                # Case by case, so that a run that is ended keeps what it has found.
+                records.add(records.folder_of(machine), machine, session.rows[before:])
     if options.record:
-        path = record(machine, rows)
-        render(path.parent)
-        print(f"recorded in {path.relative_to(ROOT)}")
+        report.render()
+    if session.failures:
+        print(f"{len(session.failures)} failed: {'; '.join(session.failures)}")
+    return 1 if session.failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The harness of the benchmarks: cases, processes, servers, records and the report."""

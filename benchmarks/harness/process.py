@@ -1,0 +1,332 @@
+"""One run of an engine, in a process of its own that is forked off one which has imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.case import AbsentError, Case, Engine, Given, Measured, Pairs
+from harness.files import checksum, sums_of
+
+HERE = Path(__file__).resolve().parents[1]
+ROOT = HERE.parent
+#: Pythons of the environments whose packages some engines use.
+SITES = {
+    "old": Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python")),
+    "clouds": Path(os.environ.get("TENSORIZER_CLOUDS", ROOT / ".venv-clouds")) / "bin/python",
+}
+#: Modules that all processes begin with. Nothing of this package, whose import is measured.
+PRELOADED = ("torch", "torch.distributed", "cases")
+#: More of them at toy size, where importing them would take most of the time.
+PRELOADED_QUICK = (
+    "safetensors.torch", "boto3.s3.transfer", "requests", "redis", "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama", "huggingface_hub", "torch._dynamo",
+)  # fmt: skip
+
+
+def fresh(size: int) -> mmap.mmap:
+    """Return new memory, advised to be backed by huge pages."""
+    memory = mmap.mmap(-1, size + (4 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def have_memory(size: int) -> None:
+    """Allocate, touch and free 2.5 times so many bytes, so that a measurement need not wait.
+
+    A virtual machine returns memory to its host when it has been free for two seconds, and waits
+    for it at the next touch: ten times as long as a load takes, in some rounds and not in others.
+    """
+    size = size * 5 // 2
+    memory = fresh(size)
+    for offset in range(0, size, 4096):
+        memory[offset] = 1
+    memory.close()
+
+
+def status(field: str) -> int:
+    """Return a size of this process in bytes."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
+
+
+def bytes_read(field: str = "rchar") -> int:
+    """Return the bytes that this process has read: "rchar" by calls, "read_bytes" from disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def added(pairs: Pairs) -> tuple[dict[str, int], int]:
+    """Add up each tensor and let it go; return the sums and the bytes."""
+    found: dict[str, int] = {}
+    total = 0
+    for name, tensor in pairs:
+        assert name not in found, f"{name} came twice"
+        found |= checksum({name: tensor})
+        total += tensor.nbytes
+        del tensor
+    return found, total
+
+
+def take_modules(engine: Engine) -> None:
+    """Import what an engine needs, with the packages and variables that it asks for.
+
+    Raises:
+        AbsentError: Something is not installed.
+
+    """
+    os.environ.update(engine.env)
+    if engine.site:
+        python = SITES[engine.site]
+        found = sorted(python.parents[1].glob("lib/python*/site-packages"))
+        if not found:
+            raise AbsentError(f"there is no {python}")
+        sys.path.insert(0, str(found[0]))
+        sys.path_importer_cache.clear()
+    for module in engine.imports:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise
+            raise AbsentError(f"{error.name} is not installed") from None
+
+
+def made(engine: Engine, given: Given) -> dict[str, object]:
+    """Run what an engine needs once, before all rounds."""
+    take_modules(engine)
+    assert engine.make is not None
+    engine.make(given)
+    return {"verified": True}
+
+
+def once(case: Case, engine: Engine, given: Given) -> dict[str, object]:
+    """Run an engine once; return seconds, bytes and memory, and whether the bytes were right."""
+    take_modules(engine)
+    if engine.touch:
+        checksum({"": torch.ones(1 << 20, dtype=torch.int64)})  # starts torch's threads
+    if engine.before is not None:
+        given = replace(given, ready=engine.before(given))
+    elif engine.saved is not None:
+        given = replace(given, ready=given.model.tensors())
+    if engine.saved is not None:
+        os.sync()
+    have_memory(given.model.total)
+    time.sleep(engine.idle)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins here
+    memory, cpu, start = status("VmHWM"), cpu_seconds(), time.perf_counter()
+    result = engine.run(given)
+    call = time.perf_counter() - start
+    if isinstance(result, Measured):
+        return measured(result, cpu_seconds() - cpu)
+    if not engine.touch or engine.saved is not None:
+        seconds, cpu = call, cpu_seconds() - cpu
+        extra = status("VmHWM") - memory
+    kept = 0
+    if engine.saved is not None:
+        result = engine.saved(given)
+    if isinstance(result, Iterator):
+        sums, total = added(result)
+        call = time.perf_counter() - start
+    else:
+        sums = checksum(result)
+        kept = total = sum(tensor.nbytes for tensor in result.values())
+    if engine.touch and engine.saved is None:
+        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+        extra = status("VmHWM") - memory - kept
+    part = engine.part or case.part
+    return {
+        "seconds": seconds,
+        "call_seconds": call,
+        "cpu_seconds": cpu,
+        "bytes": total,
+        "extra_bytes": extra,
+        "verified": sums == sums_of(given.folder, given.model, part),
+    }
+
+
+def measured(result: Measured, cpu: float) -> dict[str, object]:
+    """Return the result of an engine that has measured itself."""
+    return {
+        "seconds": result.seconds,
+        "cpu_seconds": cpu if result.cpu is None else result.cpu,
+        "bytes": result.bytes,
+        "extra_bytes": result.extra,
+        "figures": result.figures,
+        "verified": result.verified,
+    }
+
+
+def run_one(work: str, case: str, engine: str, given: Given) -> dict[str, object]:
+    """Find an engine by its name and run it, or its ``make``."""
+    from cases import ALL
+
+    of_case = ALL[case]
+    found = next(one for one in of_case.engines if one.name == engine)
+    return made(found, given) if work == "make" else once(of_case, found, given)
+
+
+def answer(
+    pipe: multiprocessing.connection.Connection,
+    environment: dict[str, str],
+    function: Callable[..., Mapping[str, object]],
+    arguments: tuple,
+) -> None:
+    """Run as such a process: send the result, or the text of an error."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # fastsafetensors imports tqdm, whose locks would otherwise leave named semaphores behind.
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        pipe.send(function(*arguments))
+    except AbsentError as error:
+        pipe.send(error)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    pipe.close()
+    sys.stdout.flush()
+    # Freeing memory is not part of what is measured.
+    os._exit(0)
+
+
+def preload(quick: bool) -> None:
+    """Have all processes begin with torch and the cases imported; the first process decides."""
+    # The fork server ignores modules that it cannot import, and has only PYTHONPATH to find them.
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), *filter(None, sys.path[1:])))
+    # Without its path, the processes do not import the program that was started, which may have
+    # imported what is measured.
+    vars(sys.modules["__main__"]).pop("__file__", None)
+    modules = [*PRELOADED, *(PRELOADED_QUICK if quick else ())]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+class Process:
+    """A function in a process of its own, with the environment of this one and more."""
+
+    def __init__(
+        self, method: str, function: Callable[..., Any], *arguments: object, **more: str
+    ) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self._receiver, sender = context.Pipe(duplex=False)
+        given = (sender, dict(os.environ) | more, function, arguments)
+        self._process = context.Process(target=answer, args=given)
+        self._process.start()
+        sender.close()
+
+    def result(self, timeout: float) -> Any:
+        """Wait at most so many seconds for what the function returns.
+
+        Raises:
+            AbsentError: The engine cannot run here.
+            RuntimeError: The function failed or was too late.
+
+        """
+        try:
+            ready = self._receiver.poll(timeout)
+            found = self._receiver.recv() if ready else f"nothing after {timeout} seconds"
+        except EOFError:
+            self._process.join()
+            found = f"the process ended with exit code {self._process.exitcode}"
+        finally:
+            self.close()
+        if isinstance(found, AbsentError):
+            raise found
+        if isinstance(found, str):
+            raise RuntimeError(found[-2000:])
+        return found
+
+    def close(self) -> None:
+        """End the process, if it has not ended."""
+        self._process.kill()
+        self._process.join()
+        self._receiver.close()
+
+
+def measure(
+    work: str, case: Case, engine: Engine, given: Given, *, env: Mapping[str, str], timeout: float
+) -> Mapping[str, Any]:
+    """Run an engine of a case in a process of its own.
+
+    Raises:
+        AbsentError: The engine cannot run here.
+        RuntimeError: It failed, was too late, or found other bytes than were written.
+
+    """
+    process = Process("forkserver", run_one, work, case.name, engine.name, given, **env)
+    found = process.result(timeout)
+    if not found["verified"]:
+        raise RuntimeError("other bytes than were written")
+    return found
+
+
+def joined(rank: int, world: int, port: int, function: Callable[..., Any], rest: tuple) -> Any:
+    """Join a group of gloo as one of its ranks, and call a function there."""
+    import torch.distributed as dist
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)  # as with torchrun
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    found = function(*rest)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def ranks(world: int, function: Callable[..., Any], *arguments: object) -> list[Any]:
+    """Call a function in ranks of a group of gloo, forked off this process; return all results."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(world):
+            started.append(Process("fork", joined, rank, world, port, function, arguments))
+            stack.callback(started[-1].close)
+        return [one.result(280) for one in started]
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> float:
+    """Run work in threads, numbered from 0; return the seconds until all have ended.
+
+    Raises:
+        Exception: The first error of a thread.
+
+    """
+    errors: list[Exception] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    if errors:
+        raise errors[0]
+    return seconds
