@@ -32,7 +32,7 @@ NEEDS = $(if $(wildcard $(STAMPS)/built),,$(eval MISSING := $(shell sh tests/pac
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
 .PHONY: demo test test-all test-beside test-rust test-rust-more test-python test-cuda test-long test-other-torch test-vllm test-frameworks check-aarch64 \
-  trust lint docs docs-serve packages bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
+  trust lint docs docs-serve packages bench bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
@@ -183,41 +183,26 @@ docs: $(STAMPS)/docs
 docs-serve: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
 
+# BENCH has patterns of cases and options: make bench BENCH="tensors/* --record". Cases of clouds need
+# make $(STAMPS)/bench-clouds first; BENCHMARK_S3FS=FOLDER has s3fs for torch's FsspecWriter, from
+# pip install --target FOLDER s3fs.
 bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
-bench-formats: $(STAMPS)/built $(STAMPS)/bench
-	$(BIN)/python benchmarks/formats.py $(FORMATS)
-
-# BENCHMARK_S3FS=FOLDER has s3fs for torch's FsspecWriter, from pip install --target FOLDER s3fs.
-bench-dcp: $(STAMPS)/built $(STAMPS)/bench
-	$(BIN)/python benchmarks/dcp.py $(DCP)
-
-bench-ranks: $(STAMPS)/built $(STAMPS)/bench
-	$(BIN)/python benchmarks/ranks.py $(RANKS)
-
-bench-clouds: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench-clouds
-	TENSORIZER_CLOUDS=$(CLOUDS) $(CLOUDS)/bin/python benchmarks/clouds.py
-
-bench-quick: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
-	$(BIN)/python benchmarks/run.py --quick
-	$(BIN)/python benchmarks/formats.py --quick
-	$(BIN)/python benchmarks/dcp.py --quick --only disk-1 s3-1
-	$(BIN)/python benchmarks/ranks.py --quick
-	$(BIN)/python benchmarks/cache.py --gb 0.07 --rounds 1
-	$(BIN)/python benchmarks/hf.py --gb 0.07 --rounds 1
-	$(MAKE) gpu-toy
+# Every case at toy size, on the CPU and on the emulated CUDA.
+bench-quick:
+	@$(MAKE) --no-print-directory bench BENCH=--quick
+	@$(MAKE) --no-print-directory gpu-toy
 
 gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old
 	-$(BIN)/python -m pip install --quiet --requirement benchmarks/peers.txt
-	TENSORIZER_OLD_PYTHON=$(OLD)/bin/python $(BIN)/python benchmarks/gpu/run.py $(GPU)
+	$(BIN)/python benchmarks/run.py --device $(GPU)
 
-# The same programs on the emulated CUDA, at toy size.
+# The same cases on the emulated CUDA.
 gpu-toy: $(STAMPS)/built $(STAMPS)/test
 	@sh tests/cuda/emulator/build.sh $(BIN)/python; built=$$?; \
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
-	rm -rf $(STAMPS)/gpu-toy; \
-	sh tests/cuda/emulator/run.sh $(BIN)/python benchmarks/gpu/run.py --toy --out $(STAMPS)/gpu-toy
+	sh tests/cuda/emulator/run.sh $(BIN)/python benchmarks/run.py --device --quick
 
 # Wheels in dist/, one for each torch: make wheels TORCHES="2.10 2.11"
 TORCHES ?= 2.11
@@ -318,7 +303,7 @@ $(STAMPS)/docs: $(STAMPS)/venv
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
-	$(INSTALL) $(BIN)/python $$(grep -v -e '^#' -e '^instanttensor' benchmarks/peers.txt) matplotlib rich redis hiredis \
+	$(INSTALL) $(BIN)/python $$(grep -v -e '^#' -e '^instanttensor' benchmarks/peers.txt) redis hiredis \
 	  "transformers>=5" boto3
 	touch $@
 

@@ -151,8 +151,8 @@ def tell(table: Table, lost: list[str]) -> None:
     console.print(table)
     console.print(
         f"Where it is not the best here: {'; '.join(lost) or 'nowhere'}. tensorizer mmap, "
-        "safetensors and torch.load mmap use the page cache in place, the others hold a copy. All that is "
-        "measured, such as files on a cold disk and on servers: docs/explanation/benchmarks.md."
+        "safetensors and torch.load mmap use the page cache in place, the others hold a copy. "
+        "Cold disks and servers: docs/explanation/benchmarks.md."
     )
 
 

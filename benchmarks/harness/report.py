@@ -60,6 +60,11 @@ def seconds(value: float) -> str:
     return f"{value:.3f}" if value >= 0.01 else f"{value * 1e6:.0f} µs"
 
 
+def number(value: float) -> str:
+    """Return a count, or another number with three digits."""
+    return f"{value:,.0f}" if value == int(value) or value >= 1000 else f"{value:.3g}"
+
+
 def table(rows: list[Row]) -> str:
     """Return a table of a case; ratios are of medians, bold where the other engine is faster."""
     ours = ours_of(rows)
@@ -75,20 +80,17 @@ def table(rows: list[Row]) -> str:
             scale = ours["bytes"] / size if row["baseline"] and size and ours.get("bytes") else 1
             ratio = f"{scale * median / ours['median']:.2f}"
             ratio = f"**{ratio}**" if row in peers_of(rows) and median < ours["median"] else ratio
-        ends = (
-            f"{seconds(row['min'])} to {seconds(row['max'])}"
-            if row["n"] > 1 and "min" in row
-            else ""
-        )
+        ends = seconds(row["max"]) if row.get("n") != 1 and "max" in row else ""
+        ends = f"{seconds(row['min'])} to {ends}" if ends else ""
         extra, cpu, figures = row.get("extra_bytes"), row.get("cpu_seconds"), row.get("figures", {})
         lines.append([
             f"baseline: {row['engine']}" if row["baseline"] else row["engine"],
-            str(row["n"]), "" if median is None else seconds(median), ends,
+            str(row.get("n", "")), "" if median is None else seconds(median), ends,
             seconds(row["call_median"]) if "call_median" in row else "",
             f"{cpu:.2f}" if cpu else "",
             f"{size / median / 1e9:.2f}" if size and median else "", ratio,
             f"{extra / 1e6:.0f}" if extra else "",
-            *(f"{figures[name]:,.6g}" if name in figures else "" for name in names),
+            *(number(figures[name]) if name in figures else "" for name in names),
         ])  # fmt: skip
     used = [at for at in range(len(head)) if any(line[at] for line in lines)]
     return "\n".join(
@@ -98,9 +100,10 @@ def table(rows: list[Row]) -> str:
 
 def about(machine: Row) -> str:
     """Return what a table was measured on."""
-    on = machine.get("device") or machine["cpu"]
-    versions = ", ".join(f"{name} {known}" for name, known in machine.get("versions", {}).items())
-    return f"{on}, {machine['date'][:10]}, commit {machine['commit']}; {versions}"
+    on = " beside ".join(machine[name] for name in ("device", "cpu") if name in machine)
+    commit = f", commit {machine['commit']}" if "commit" in machine else ""
+    versions = ", ".join(f"{name} {known}" for name, known in machine["versions"].items())
+    return f"{machine['date'][:10]}{commit}, on {on}; {versions}"
 
 
 def page(folder: Path) -> str:
@@ -125,7 +128,6 @@ class Loss:
     """A row in which another package needs less time."""
 
     case: str
-    part: str
     engine: str
     rounds: int
     ratio: float
@@ -133,8 +135,9 @@ class Loss:
 
     def line(self) -> str:
         """Return the row of the list."""
-        name = f"{self.case}{f', {self.part}' if self.part else ''}"
-        return f"| {name} | {self.engine} | {self.rounds} | {self.ratio:.2f} | {self.fastest} |"
+        return (
+            f"| {self.case} | {self.engine} | {self.rounds} | {self.ratio:.2f} | {self.fastest} |"
+        )
 
 
 def losses(found: dict[str, Run], where: str) -> Iterator[Loss]:
@@ -151,21 +154,25 @@ def losses(found: dict[str, Run], where: str) -> Iterator[Loss]:
                 words = best["engine"].removeprefix("tensorizer").strip(", ")
                 ratio = other["median"] / best["median"]
                 fastest = "" if best is ours else f"{ratio:.2f} {words}"
-                yield Loss(f"{case}{where}", "", other["engine"], other["n"],
+                yield Loss(f"{case}{where}", other["engine"], other["n"],
                            other["median"] / ours["median"], fastest)  # fmt: skip
             for figure in TIMES:
                 yield from loss_by_figure(case + where, figure, mine, other)
 
 
 def loss_by_figure(case: str, figure: str, mine: list[Row], other: Row) -> Iterator[Loss]:
-    """Yield a loss by another time than the whole; iterators are compared with iterators."""
+    """Yield a loss by another time than the whole.
+
+    It is compared with the first of ours that has the time, and an iterator with ours too.
+    """
     theirs = other.get("figures", {}).get(figure)
-    iterates = TIMES[1] in other.get("figures", {})
-    alike = [row for row in mine if figure in row.get("figures", {})
-             and (TIMES[1] in row["figures"]) == iterates]  # fmt: skip
-    if theirs is not None and alike and theirs < alike[0]["figures"][figure]:
-        ratio = theirs / alike[0]["figures"][figure]
-        yield Loss(case, figure.removesuffix(" s"), other["engine"], other["n"], ratio, "")
+    found = [row for row in mine if figure in row.get("figures", {})]
+    iterators = [row for row in found if TIMES[1] in row["figures"]]
+    beside = [*found[:1], *(iterators[:1] if TIMES[1] in other.get("figures", {}) else ())]
+    slowest = max((row["figures"][figure] for row in beside), default=0)
+    if theirs is not None and theirs < slowest:
+        name = f"{case}, {figure.removesuffix(' s')}"
+        yield Loss(name, other["engine"], other["n"], theirs / slowest, "")
 
 
 def lost(root: Path) -> str:
@@ -221,9 +228,9 @@ def short(root: Path) -> str:
         fastest = min(rest, key=lambda row: row["median"], default=None)
         cells = [cell(ours, ours), cell(old, ours), cell(safe, ours), cell(fastest, ours, True)]
         lines.append(f"| {what} | {' | '.join(cells)} | {ours['n']} |")
-    lines += ["", "A model of 2.2 GB in 201 tensors; for transformers, a Llama of 1.08 GB. "
-              f"Measured {' and '.join(machines)}, CPU only; servers on the same machine."]  # fmt: skip
-    return "\n".join(lines)
+    models = "A model of 2.2 GB in 201 tensors; for transformers, a Llama of 1.08 GB."
+    where = f"Measured {' and '.join(machines)}, CPU only; servers on the same machine."
+    return "\n".join([*lines, "", f"{models} {where}"])
 
 
 def between(text: str, name: str, content: str) -> str:

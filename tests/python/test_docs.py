@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import urllib.parse
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -148,55 +147,84 @@ def test_links(page):
     for path in re.findall(
         r"`((?:src|csrc|python|tests|benchmarks|examples|docs)/[\w./-]+)`", text
     ):
-        assert (ROOT / path).exists() or path == "benchmarks/data-gpu", path
+        assert (ROOT / path).exists(), path
 
 
-def test_figures(monkeypatch):
-    """They are those of the records."""
+@pytest.fixture
+def report(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    report = importlib.import_module("report")
-    for path, text in report.texts(ROOT / "benchmarks/records/2-core-x86_64").items():
-        assert path.read_text() == text, f"{path}: run python benchmarks/report.py"
+    return importlib.import_module("harness.report")
 
 
-def test_every_baseline_says_why_an_engine_can_be_faster(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    figures = importlib.import_module("figures")
-    baselines = importlib.import_module("cases").BASELINES
-    assert baselines <= set(figures.BASELINES) == set(figures.WHY_FASTER)
-    row = {"bytes": 10, "min": 1, "max": 9, "cpu_seconds": 0, "extra_bytes": 0}
+def test_figures_are_those_of_the_records(report):
+    texts = report.texts()
+    assert {path.name for path in texts} == {"README.md", "benchmarks.md", "report.md"}
+    for path, text in texts.items():
+        assert path.read_text() == text, f"{path}: run python benchmarks/run.py --report"
+
+
+def test_every_row_of_figures_states_its_rounds():
+    for page, count in (("README.md", 1), ("docs/explanation/benchmarks.md", 2)):
+        tables = re.findall(
+            r"<!-- \w+: begin -->\n\| (.+) \|\n\|[-|]+\n((?:\|.+\n)+)", (ROOT / page).read_text()
+        )
+        assert len(tables) == count
+        for head, rows in tables:
+            at = [name.strip() for name in head.split("|")].index("rounds")
+            for row in rows.splitlines():
+                assert re.search(r"\d", row.strip("|").split("|")[at]), row
+
+
+def test_the_page_of_figures_is_short():
+    assert len((ROOT / "docs/explanation/benchmarks.md").read_text().split()) <= 1500
+
+
+def row(engine, median, baseline=False, **figures):
+    figures = {name.replace("_", " "): value for name, value in figures.items()}
+    common = {"case": "tensors/read", "n": 5, "bytes": 10, "min": median, "max": median}
+    return common | {"engine": engine, "median": median, "baseline": baseline, "figures": figures}
+
+
+def test_losses_are_every_row_where_another_package_is_faster(report):
     rows = [
-        row | {"engine": "ours", "median": 2.0, "baseline": False},
-        row | {"engine": "other", "median": 4.0, "baseline": False},
-        row | {"engine": "read", "median": 3.0, "baseline": True},
+        row("tensorizer", 2.0),
+        row("tensorizer mmap", 1.0),
+        row("tensorizer 2.12.1", 2.5),
+        row("faster", 1.6),
+        row("two threads read", 0.1, baseline=True),
     ]
-    case = SimpleNamespace(engines=("ours", "other"))
-    text = figures.table(case, rows)
-    assert f"Faster than “two-thread read”: ours. {figures.WHY_FASTER['read']}" in text
-    assert "Faster" not in figures.table(case, [*rows[:2], rows[2] | {"median": 2.0}])
+    (loss,) = report.losses({"tensors/read": ({}, rows)}, "")
+    assert loss.line() == "| tensors/read | faster | 5 | 0.80 | 1.60 mmap |"
+    text = report.table(rows)
+    assert "| **0.80** |" in text and "| 1.25 |" in text and "baseline: two threads" in text
 
 
-def test_losses_are_every_row_where_another_engine_is_faster(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    losses = importlib.import_module("losses")
-    page = "\n".join(
-        [
-            "## A part",
-            "**A case** (5 rounds)",
-            "",
-            "| engine | median s |",
-            "|---|---|",
-            "| ours | 2.0 |",
-            "| ours mmap | 1.0 |",
-            "| slower | 2.5 |",
-            "| faster | 1.6 |",
-            "| baseline: two-thread read | 0.1 |",
-        ]
-    )
-    row = "| [A case](#a-part) | ours 2.0 s | faster 1.6 s | 0.80 | ours mmap 1.0 s |"
-    assert losses.losses(page) == "\n".join([*losses.HEAD, row])
-    with pytest.raises(ValueError, match="of a kind"):
-        losses.losses("| new | kind |\n|---|---|\n| 1 | 2 |")
+def test_a_loss_by_another_time_than_the_whole_is_listed(report):
+    rows = [
+        row("tensorizer", 2.0, again_s=1.0),
+        row("tensorizer iterate", 2.0, again_s=1.5, first_tensor_s=0.5),
+        row("iterator", 3.0, again_s=1.2, first_tensor_s=0.4),
+        row("loader", 3.0, again_s=1.1),
+    ]
+    found = [loss.line() for loss in report.losses({"tensors/read": ({}, rows)}, "")]
+    assert found == [
+        "| tensors/read, again | iterator | 5 | 0.80 |  |",
+        "| tensors/read, first tensor | iterator | 5 | 0.80 |  |",
+    ]
+
+
+def test_records_keep_the_two_last_figures_of_each_case(report, tmp_path):
+    records = importlib.import_module("harness.records")
+    for commit, cases in (("a", "xy"), ("b", "x"), ("c", "xz"), ("d", "z")):
+        records.add(tmp_path, {"commit": commit}, [{"case": case} for case in cases])
+    kept = {
+        name: {case: run[0]["commit"] for case, run in records.by_case(tmp_path / name).items()}
+        for name in (records.NEWEST, records.PREVIOUS)
+    }
+    assert kept == {
+        "newest.jsonl": {"y": "a", "x": "c", "z": "d"},
+        "previous.jsonl": {"x": "b", "z": "c"},
+    }
 
 
 def clicks(start, most):
@@ -233,7 +261,6 @@ def test_a_page_begins_with_the_words_that_it_is_searched_by(word, page):
 
 @pytest.mark.parametrize("page", **named(PAGES))
 def test_no_page_has_targets(page):
-    """They are in ``benchmarks/targets.md``."""
     assert not re.search(r"\| (asked|reached) \||\bAsked (is|was)\b", page.read_text())
 
 
