@@ -128,7 +128,7 @@ def compare(
 
 
 def losses(found: dict[str, dict[str, float]]) -> list[str]:
-    """Say which of the others take less time or memory than the same way of ours."""
+    """Return sentences on the others that take less time or memory than the same way of ours."""
     said = []
     for engine, other in found.items():
         if is_ours(engine):

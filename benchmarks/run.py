@@ -25,7 +25,7 @@ from typing import Any
 
 from cases import ALL
 from harness import files, records, report
-from harness.case import AbsentError, Case, Engine, Given
+from harness.case import AbsentError, Case, Engine, Given, is_ours
 from harness.process import HERE, measure, preload
 from harness.servers import Server, started
 
@@ -107,6 +107,8 @@ class Session:
                 return measure(work, case, one, given[one.name], env=server.env, timeout=limit)
             except AbsentError as absent:
                 print(f"  {one.name}: not measured: {absent}", flush=True)
+                if is_ours(one.name):
+                    self.failures.append(f"{case.name}, {one.name}")
             except RuntimeError as error:
                 print(f"  {one.name} failed: {error}", flush=True)
                 self.failures.append(f"{case.name}, {one.name}")

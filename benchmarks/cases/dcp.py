@@ -8,8 +8,6 @@ what it has loaded.
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +23,6 @@ SIZES = ((1024, 5, 19_900), (64, 2, 500))
 #: Elements of the random block.
 BLOCK = 8 << 20
 KINDS = ("model", "exp_avg", "exp_avg_sq")
-#: Folder of s3fs, for torch's FsspecWriter: it may need another botocore than boto3 does.
-S3FS = os.environ.get("BENCHMARK_S3FS", "")
 
 
 def shapes(quick: bool) -> dict[str, tuple[int, ...]]:
@@ -175,16 +171,14 @@ def engine(name: str, world: int, saves: bool) -> Engine:
     """Return an engine; one that loads has saved before all rounds."""
     imports = (*IMPORTS, *(("s3fs",) if name == "Fsspec" else ()))
     make = None if saves else together(name, world, saves=True)
-    env = {"PYTHONWARNINGS": "ignore"}
-    return Engine(name, together(name, world, saves), "", imports, make=make, touch=False, env=env)
+    more = {"env": {"PYTHONWARNINGS": "ignore"}, "site": "s3fs" if name == "Fsspec" else ""}
+    return Engine(name, together(name, world, saves), "", imports, make=make, touch=False, **more)
 
 
 LOCAL = ("tensorizer", "tensorizer crc32", "FileSystem", "FileSystem tuned", "HuggingFace")
 #: torch's HuggingFaceStorageWriter has no other file system than the local one.
 REMOTE = ("tensorizer", "tensorizer crc32", "Fsspec")
 TOY = ("tensorizer", "FileSystem")
-if S3FS:
-    sys.path.append(S3FS)
 
 
 def cases(world: int) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""A case of the benchmarks, its engines, and what an engine is given."""
+"""A case of the benchmarks, its engines, and their input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Given:
-    """What an engine is given.
+    """The input of an engine.
 
     Attributes:
         folder: The folder of the model's files.
@@ -125,7 +125,7 @@ class Engine:
         saved: For savers: loads what was saved, to be compared.
         touch: False if the clock stops when the call returns.
         idle: Seconds to wait before the clock starts.
-        site: The environment whose packages come first: "old" or "clouds".
+        site: The packages that come first: "old", "clouds" or "s3fs"; see ``process.py``.
         env: Environment variables, set before anything is imported.
         part: The part of the model that it loads, if not the case's; see ``files.py``.
 

@@ -176,7 +176,7 @@ def write_pair(tensors: Tensors, folder: Path) -> None:
         torch.save(as_adam(tensors), f"{folder}/state.pt")
 
 
-#: How each form of a model is written; the form is the suffix of the file.
+#: The function that writes each form of a model; the form is the suffix of the file.
 WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
     "tensors": write_tensors,
     "encrypted": write_encrypted,

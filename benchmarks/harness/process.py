@@ -25,10 +25,13 @@ from harness.files import checksum, sums_of
 
 HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE.parent
-#: Pythons of the environments whose packages some engines use.
+OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
+CLOUDS = Path(os.environ.get("TENSORIZER_CLOUDS", ROOT / ".venv-clouds"))
+#: Folders of packages that come first for some engines; s3fs needs another botocore than boto3.
 SITES = {
-    "old": Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python")),
-    "clouds": Path(os.environ.get("TENSORIZER_CLOUDS", ROOT / ".venv-clouds")) / "bin/python",
+    "old": sorted(OLD_PYTHON.parents[1].glob("lib/python*/site-packages")),
+    "clouds": sorted(CLOUDS.glob("lib/python*/site-packages")),
+    "s3fs": [Path(name) for name in [os.environ.get("BENCHMARK_S3FS")] if name],
 }
 #: Modules that all processes begin with. Nothing of this package, whose import is measured.
 PRELOADED = ("torch", "torch.distributed", "cases")
@@ -97,12 +100,9 @@ def take_modules(engine: Engine) -> None:
     """
     os.environ.update(engine.env)
     if engine.site:
-        python = SITES[engine.site]
-        found = sorted(python.parents[1].glob("lib/python*/site-packages"))
-        if not found:
-            raise AbsentError(f"there is no {python}")
-        sys.path.insert(0, str(found[0]))
-        sys.path_importer_cache.clear()
+        if not SITES[engine.site]:
+            raise AbsentError(f"no packages of {engine.site}: see benchmarks/README.md")
+        sys.path.insert(0, str(SITES[engine.site][0]))
     for module in engine.imports:
         try:
             importlib.import_module(module)

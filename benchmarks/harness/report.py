@@ -117,8 +117,9 @@ def page(folder: Path) -> str:
     ]  # fmt: skip
     for name in sorted(found, key=list(ALL).index):
         machine, rows = found[name]
+        title = ALL[name].title[0].upper() + ALL[name].title[1:]
         size = f", {rows[0]['bytes'] / 1e9:.3g} GB" if rows[0].get("bytes") else ""
-        lines += ["", f"## {name}", "", f"{ALL[name].title}{size}. Run "
+        lines += ["", f"## {name}", "", f"{title}{size}. Run "
                   f"{machines.index(about(machine)) + 1}.", "", table(rows)]  # fmt: skip
     return "\n".join(lines) + "\n"
 
