@@ -173,6 +173,13 @@ def to_redis(given: Given) -> None:
     file.close()
 
 
+def flush(given: Given) -> None:
+    """Remove what Redis has."""
+    import redis
+
+    redis.Redis(port=int(given.host.split(":")[1])).flushall()
+
+
 def load_redis(given: Given) -> Tensors:
     """Load from Redis."""
     import tensorizer
@@ -254,7 +261,7 @@ SAVE = Engine("tensorizer", save, "", saved=saved)
 SAVE_ENCRYPTED = Engine("tensorizer", save_encrypted, "", saved=saved_encrypted)
 SAVE_ONE_BY_ONE = Engine("tensorizer", save_one_by_one, "", saved=saved)
 REDIS = Engine("tensorizer", load_redis, make=to_redis)
-TO_REDIS = Engine("tensorizer", to_redis, saved=load_redis, before=lambda _: None)
+TO_REDIS = Engine("tensorizer", to_redis, saved=load_redis, before=flush)
 ADAM_LOAD = Engine("tensorizer", lambda given: pair_in(given.file), "pair")
 ADAM_SAVE = Engine(
     "tensorizer", save_pair, "", before=lambda given: as_adam(given.model.tensors()),

@@ -136,31 +136,29 @@ def once(case: Case, engine: Engine, given: Given) -> dict[str, object]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins here
     memory, cpu, start = status("VmHWM"), cpu_seconds(), time.perf_counter()
     result = engine.run(given)
-    call = time.perf_counter() - start
+    call = seconds = time.perf_counter() - start
+    used, peak = cpu_seconds() - cpu, status("VmHWM")
     if isinstance(result, Measured):
-        return measured(result, cpu_seconds() - cpu)
-    if not engine.touch or engine.saved is not None:
-        seconds, cpu = call, cpu_seconds() - cpu
-        extra = status("VmHWM") - memory
-    kept = 0
+        return measured(result, used)
+    iterates = isinstance(result, Iterator)
     if engine.saved is not None:
         result = engine.saved(given)
-    if isinstance(result, Iterator):
+    if iterates:
         sums, total = added(result)
-        call = time.perf_counter() - start
     else:
-        sums = checksum(result)
-        kept = total = sum(tensor.nbytes for tensor in result.values())
+        sums, total = checksum(result), sum(tensor.nbytes for tensor in result.values())
     if engine.touch and engine.saved is None:
-        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
-        extra = status("VmHWM") - memory - kept
+        seconds = time.perf_counter() - start
+        used, peak = cpu_seconds() - cpu, status("VmHWM")
+        call = seconds if iterates else call
+    kept = 0 if iterates or engine.saved is not None else total
     part = engine.part or case.part
     return {
         "seconds": seconds,
         "call_seconds": call,
-        "cpu_seconds": cpu,
+        "cpu_seconds": used,
         "bytes": total,
-        "extra_bytes": extra,
+        "extra_bytes": peak - memory - kept,
         "verified": sums == sums_of(given.folder, given.model, part),
     }
 
