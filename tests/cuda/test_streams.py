@@ -134,7 +134,7 @@ def test_a_call_leaves_nothing_behind(path, tensors, tmp_path, emulator):
 
 
 def test_unused_events_are_destroyed(path, tensors, emulator):
-    for _ in range(60):
+    for _ in range(30):
         # The events of memory that is still in use have not passed when the load lets them go.
         emulator.pause(torch.cuda.current_stream(), 0.02)
         loaded = tensorizer.load(path, "cuda")

@@ -1,6 +1,5 @@
 """Compiled files that the tests keep between runs: made once, by the first test that needs them."""
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -8,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".make/compiled"
@@ -22,8 +22,7 @@ def build_once(name, sources, make):
     folder = FOLDER / f"{name}-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / _hash(sources)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "lock"):
         if not place.exists():
             part = folder / "part"
             shutil.rmtree(part, ignore_errors=True)

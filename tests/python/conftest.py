@@ -1,8 +1,6 @@
 """Shared fixtures: golden files, the old package, servers, and a check that nothing is left."""
 
-import atexit
 import contextlib
-import functools
 import gzip
 import importlib.util
 import io
@@ -11,21 +9,17 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import compilers  # noqa: F401  # settings of torch's
 import faults
-import forked_python
-import forking
 import pytest
-import secret_search
 import shared
-import starting
 import tensorizer
 import torch
+from ranks import start
 from secret_search import (  # noqa: F401  # hooks of pytest
     pytest_configure,
     pytest_runtest_makereport,
@@ -55,6 +49,28 @@ mount("--make-rprivate", "/")
 """
 #: A Python that has tensorizer 2.12.1, see the Makefile.
 OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
+#: Its program: runs function bodies one after another, each in the environment of the tests.
+OLD_PROGRAM = """import os, pickle, sys, textwrap, traceback
+import tensorizer, torch
+assert tensorizer.__version__ == "2.12.1"
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+while True:
+    try:
+        body, args, environment = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        break
+    os.environ.clear()
+    os.environ.update(environment)
+    scope = dict(globals(), args=args)
+    try:
+        exec("def body():\\n" + textwrap.indent(body.strip(), "    "), scope)
+        found = scope["body"](), None
+    except Exception:
+        found = None, traceback.format_exc()
+    pickle.dump(found, answers)
+    answers.flush()
+"""
 
 
 def whole_numbers(*shape):
@@ -128,22 +144,20 @@ def old():
         if os.environ.get("CI"):
             pytest.fail(f"{OLD_PYTHON} is required in CI")
         pytest.skip("tensorizer 2.12.1 is not installed: run make test")
-
     # A path to a tree of this package is not for it.
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([OLD_PYTHON, "-c", OLD_PROGRAM], env=environment, **pipes) as process:
 
-    def run(body, *args, timeout=120):
-        code = "import pickle, sys, tensorizer, torch\nassert tensorizer.__version__ == '2.12.1'\n"
-        code += "args = pickle.load(sys.stdin.buffer)\ndef body():\n"
-        code += "".join(f"    {line}\n" for line in body.strip().splitlines())
-        code += "result = body()\npickle.dump(result, sys.stdout.buffer)\n"
-        done = forks(str(OLD_PYTHON)).run(
-            code, timeout=timeout, input=pickle.dumps(args), env=environment
-        )
-        assert done.returncode == 0, done.stderr.decode()[-3000:]
-        return pickle.loads(done.stdout)
+        def run(body, *args):
+            pickle.dump((body, args, dict(os.environ)), process.stdin)
+            process.stdin.flush()
+            result, error = pickle.load(process.stdout)
+            assert error is None, error
+            return result
 
-    return run
+        yield run
+        process.stdin.close()
 
 
 @pytest.fixture
@@ -162,73 +176,6 @@ def monkeypatch(monkeypatch):
     yield monkeypatch
     monkeypatch.undo()
     _C.forget_environment()
-
-
-@functools.cache
-def forks(python=sys.executable, imported=True):
-    """Return the server that forks interpreters with torch, and with this package if ``imported``.
-
-    Interpreters of another Python than this one have the package in any case.
-    """
-    if python != sys.executable:
-        server = forking.Server(python, ("torch", "tensorizer"))
-    elif imported:
-        server = forking.Server(modules=["tensorizer"], parent=forks(imported=False))
-    else:
-        server = forking.Server()
-    atexit.register(server.close)
-    return server
-
-
-def run_python(code, *args, timeout=120, fresh=False, imported=True, **options):
-    """Run code in an interpreter of its own with this package.
-
-    It is forked off one that has imported it, or torch alone if not ``imported``. It is a fresh one
-    if ``fresh``, or if variables differ that an interpreter reads when it starts; see
-    ``forking.Server`` for the options.
-    """
-    if not fresh and forks(imported=imported).takes(options.get("env") or os.environ):
-        done = forks(imported=imported).run(code, *args, timeout=timeout, **options)
-        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
-        secret_search.look("the output of a process", done.stdout)
-        secret_search.look("the errors of a process", done.stderr)
-        return done
-    options.pop("finalize", None)
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        **options,
-    )
-
-
-def start_python(code, *args, **options):
-    """Start code in such a forked interpreter, as ``subprocess.Popen`` does."""
-    assert forks().takes(options.get("env") or os.environ), "it needs a fresh interpreter"
-    return forks().start(code, *args, **options)
-
-
-#: The command of the package, for ``run_python`` and ``start_python``.
-COMMAND = "import sys\nfrom tensorizer_cli.main import main\nsys.exit(main())\n"
-
-
-#: Modules that programs import besides if they train or have several ranks.
-IN_PROGRAMS = [
-    *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp"),
-    *("torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"),
-]
-
-
-@pytest.fixture(scope="session")
-def python(tmp_path_factory):
-    """A Python for programs that start others, which forks interpreters instead."""
-    server = forking.Server(modules=IN_PROGRAMS, parent=forks())
-    path = tmp_path_factory.mktemp("python") / "python"
-    forked_python.write(path, server)
-    yield path
-    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -280,10 +227,8 @@ def refuse(tmp_path):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Start ranks of torch.distributed, which do without the settings of the machine."""
-    started = starting.Ranks(forks())
-    yield started
-    started.stop()
+    """Starts ranks of torch.distributed, which do without the settings of the machine."""
+    return start
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -293,13 +238,13 @@ def folder_of_the_run(request, tmp_path_factory):
     shared.folder = own.parent if hasattr(request.config, "workerinput") else own
 
 
-@pytest.fixture(params=["ranks", pytest.param("torchrun", marks=pytest.mark.extended)])
+@pytest.fixture(params=["ranks", pytest.param("torchrun", marks=pytest.mark.long)])
 def run_script(request, ranks):
     """Run a script in its folder in two processes of a group."""
 
     def run(script):
         if request.param == "torchrun":
-            starting.torchrun(2, script)
+            start.torchrun(2, script)
         else:
             ranks.run("dcp_meshes.execute", 2, script.read_text(), script.parent)
 

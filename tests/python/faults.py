@@ -1,12 +1,13 @@
 """The library of ``faults.c``, by which system calls of forked interpreters fail."""
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 from pathlib import Path
+
+from filelock import FileLock
 
 SOURCE = Path(__file__).with_name("faults.c")
 #: It is compiled once for all runs, and anew when its source has changed.
@@ -21,8 +22,7 @@ def library():
     text = f"{compiler} {os.uname().machine}".encode() + SOURCE.read_bytes()
     path = FOLDER / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(FOLDER / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(FOLDER / "lock"):
         if not path.exists():
             for old in FOLDER.glob("*.so"):
                 old.unlink()

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import subprocess
 
-import forked
 import pytest
 from secret_words import shown_in
 
@@ -69,8 +68,7 @@ def pytest_configure(config):
     logger.setLevel(logging.INFO)
     raising = type(pytest.raises(Exception))
     raising.__exit__ = _watched_exit(raising.__exit__)
-    for processes in (subprocess.Popen, forked.Process):
-        processes.communicate = _watched_communicate(processes.communicate)
+    subprocess.Popen.communicate = _watched_communicate(subprocess.Popen.communicate)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -84,8 +84,7 @@ http {{
     ssl_certificate {folder}/server.pem;
     ssl_certificate_key {folder}/server.key;
     root {folder}/root;
-    location /slow/ {{ alias {folder}/root/; limit_rate 16m; }}
-    location /slower/ {{ alias {folder}/root/; limit_rate 4m; }}
+    location /slow/ {{ alias {folder}/root/; limit_rate 4m; }}
     location /at-most-1/ {{ alias {folder}/root/; limit_rate 1m; limit_conn files 1; }}
     location /at-most-2/ {{ alias {folder}/root/; limit_rate 1m; limit_conn files 2; }}
     location /tagless/ {{ alias {folder}/root/; etag off; }}

@@ -8,7 +8,7 @@ import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import COMMAND, run_python
+from processes import COMMAND, run_python
 from scripted import Scripted
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.distributed import Writer
@@ -133,6 +133,9 @@ def test_torch_save_to_an_address_sends_nothing(address, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "secret-hu5hw0rd"}
+
+
 class Store(Scripted):
     """Objects of S3, Google or Azure, by the path of their URL."""
 
@@ -140,10 +143,10 @@ class Store(Scripted):
         self.objects, self.parts, self.paths = {}, {}, []
         super().__init__(timeout=1)
 
-    def use(self, monkeypatch, path="", signed=True):
+    def settings(self, path=""):
+        """Return the variables that make it the server of a process, but for the keys of S3."""
         url = f"http://127.0.0.1:{self.port}{path}"
-        keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "secret-hu5hw0rd"}
-        for name, value in {
+        return {
             "AWS_ENDPOINT_URL": url,
             "AWS_EC2_METADATA_DISABLED": "true",
             "GOOGLE_BASE_URL": url,
@@ -151,10 +154,12 @@ class Store(Scripted):
             "AZURE_STORAGE_ENDPOINT": url,
             "AZURE_STORAGE_ACCOUNT_NAME": "account",
             "AZURE_STORAGE_TOKEN": "secret-hu5hw0rd",
-            **(keys if signed else {}),
-        }.items():
+        }
+
+    def use(self, monkeypatch, path="", signed=True):
+        for name, value in (self.settings(path) | (KEYS if signed else {})).items():
             monkeypatch.setenv(name, value)
-        for name in () if signed else keys:
+        for name in () if signed else KEYS:
             monkeypatch.delenv(name, raising=False)
 
     def answer(self, handler):
@@ -164,6 +169,7 @@ class Store(Scripted):
         self.paths.append(path)
         status, answer = 200, b""
         if handler.command == "POST" and "uploads" in fields:
+            self.parts = {}
             answer = b"<InitiateMultipartUploadResult><UploadId>u</UploadId>"
             answer += b"</InitiateMultipartUploadResult>"
         elif handler.command == "POST":

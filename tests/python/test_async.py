@@ -7,7 +7,8 @@ import threading
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, files, run_python
+from conftest import assert_same, files
+from processes import run_python
 
 pytestmark = pytest.mark.device
 
@@ -81,6 +82,7 @@ def test_errors(tmp_path, caplog):
         tensorizer.save_async({"a": torch.ones(1)}, tmp_path)
 
 
+@pytest.mark.host
 def test_a_process_that_ends_waits_for_its_saves(tmp_path):
     code = (
         "import sys, tensorizer, torch\n"
@@ -113,22 +115,32 @@ elif way == "fork":
 """
 
 
-@pytest.mark.parametrize("wait", ["wait", "go on"])
-@pytest.mark.parametrize("way", ["registered before", "atexit", "finalize", "daemon", "fork"])
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("way", "wait"),
+    [(way, "go on") for way in ("registered before", "atexit", "finalize", "daemon", "fork")]
+    + [("atexit", "wait"), ("fork", "wait")],
+)
 def test_saves_begun_at_the_end_are_there(tmp_path, way, wait):
     done = run_python(AT_EXIT, tmp_path / "f.tensors", way, wait, finalize=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert tensorizer.load(tmp_path / "f.tensors", "cpu")["a"][-1] == 2_999_999
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("way", ["atexit", "registered before", "daemon"])
 def test_a_failed_save_that_no_call_asked_for_fails_the_process(tmp_path, way):
     code = AT_EXIT.replace("torch.arange(3_000_000)", "torch.eye(3).to_sparse()")
     done = run_python(code, tmp_path / "f.tensors", way, "go on", finalize=True)
     assert done.returncode == 120
     assert f"OSError: saving to {tmp_path / 'f.tensors'} failed: " in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_save_whose_exception_was_asked_for_fails_no_process(tmp_path):
+    code = AT_EXIT.replace("torch.arange(3_000_000)", "torch.eye(3).to_sparse()")
     asked = code.replace("if wait: future.result()", "future.exception()")
-    done = run_python(asked, tmp_path / "f.tensors", way, "go on", finalize=True)
+    done = run_python(asked, tmp_path / "f.tensors", "atexit", "go on", finalize=True)
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == []
 

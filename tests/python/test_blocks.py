@@ -3,7 +3,7 @@
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
+from processes import run_python
 from tensorizer import TensorDeserializer
 
 MIB = 1 << 20
@@ -17,9 +17,13 @@ def resident():
 
 tensors = tensorizer.load(sys.argv[1], "cpu", verify_hash=True)
 assert all((tensor == int(name[1:])).all() for name, tensor in tensors.items())
-for name in list(tensors):
+names = list(tensors)
+# All large tensors and those before them, and some of the small ones.
+watched = {at for large, name in enumerate(names) if name[0] == "l" for at in (large - 1, large)}
+for at, name in enumerate(names):
     del tensors[name]
-    print(name, resident())
+    if at in watched or at % 8 == 0:
+        print(name, resident())
 """
 
 
@@ -47,7 +51,7 @@ def test_memory_comes_back_as_tensors_go(tmp_path):
     alive = sum(tensor.nbytes for tensor in tensors.values()) / MIB
     for name in names:
         alive -= tensors[name].nbytes / MIB
-        assert left[name] - last <= alive + 64 + 4, name
+        assert left.get(name, 0) - last <= alive + 64 + 4, name
 
 
 @pytest.mark.parametrize("mmap", [False, True])

@@ -10,8 +10,6 @@ import pytest
 import torch
 from conftest import ROOT
 
-pytestmark = pytest.mark.extended
-
 #: The minor of torch in this environment.
 MINOR = ".".join(torch.__version__.split(".")[:2])
 

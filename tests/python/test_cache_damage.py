@@ -24,10 +24,10 @@ def source(nginx, served):
     return nginx, *served
 
 
-def spoil(entry, at, length=4):
+def spoil(entry, at, data=b"\xa5" * 4):
     with entry.open("r+b") as file:
         file.seek(at)
-        file.write(b"\xa5" * length)
+        file.write(data)
 
 
 #: Offset of a damaged byte, and True if only a comparison of hashes finds the damage.
@@ -35,7 +35,7 @@ DAMAGED = {
     "prologue": (2, False),
     "index": (300, False),
     "header": (MB // 4 + 50, False),
-    "data": (20 * MB, True),
+    "data": (5 * MB, True),
 }
 
 
@@ -127,26 +127,29 @@ def test_slices_of_a_copy_with_two_damaged_headers(nginx, folder, tmp_path):
         "slices": {name: (slice(700_000, 1_400_000),) for name in made},
     }
 
-    def where(tensor, kind):
-        """Return the positions of bytes of a header that cause this error if they are changed."""
-        start = whole.rindex(tensor.encode()) + len(tensor)
-        found = []
-        for at in range(start, start + 300):
-            (tmp_path / "f").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            try:
-                load(tmp_path / "f", **options)
-            except Exception as error:
-                found += [at] if type(error) is kind else []
-        return found
+    (tmp_path / "f").write_bytes(whole)
 
+    def fails(at, kind):
+        """Tell whether a load raises this error if one byte is changed."""
+        spoil(tmp_path / "f", at, bytes([whole[at] ^ 1]))
+        try:
+            load(tmp_path / "f", **options)
+        except Exception as error:
+            return type(error) is kind
+        finally:
+            spoil(tmp_path / "f", at, whole[at : at + 1])
+
+    first, second = (whole.rindex(name.encode()) + len(name) for name in made)
     # The last one is part of a piece's nonce or tag, so that the header itself is valid.
-    nonce = where("first_tensor", tensorizer.CryptographyError)[-1]
-    field = where("second_tensor", tensorizer.FormatError)[0]
+    places = reversed(range(first, first + 300))
+    nonce = next(at for at in places if fails(at, tensorizer.CryptographyError))
+    places = range(second, second + 300)
+    field = next(at for at in places if fails(at, tensorizer.FormatError))
     uri = f"{nginx.http}/{name}"
     load(uri, cache_dir=folder, encryption=options["encryption"])
     (entry,) = entries(folder)
     content = entry.read_bytes()
     for at in (nonce, field):
-        spoil(entry, content.index(whole[at - 20 : at + 20]) + 20, length=1)
+        spoil(entry, content.index(whole[at - 20 : at + 20]) + 20, b"\xa5")
     for tensor, loaded in load(uri, cache_dir=folder, **options).items():
         assert torch.equal(loaded, made[tensor][700_000:1_400_000])

@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import io
 import itertools
+import os
 import re
 import signal
 import subprocess
@@ -23,7 +24,8 @@ from calls import (  # noqa: F401  # fixtures
     settings,
     stalls,
 )
-from conftest import assert_same, run_python, start_python
+from conftest import assert_same
+from processes import run_python, start_python
 from scripted import FaultServer, Scripted, silent
 from tensorizer import (
     ClosedError,
@@ -275,8 +277,8 @@ threading.Thread(target=load_config, args=(sys.argv[1],)).start()
 time.sleep(1)
 """
     with silent() as host:
-        begun = time.monotonic()
-        run_python(code, f"http://{host}/model", env={"TENSORIZER_STALL_SECONDS": "600"})
+        begun, env = time.monotonic(), os.environ | {"TENSORIZER_STALL_SECONDS": "600"}
+        run_python(code, f"http://{host}/model", env=env)
         assert time.monotonic() - begun < 100
 
 
@@ -327,6 +329,7 @@ def test_the_end_of_the_program_ends_loads(data, way, monkeypatch):
 
 WAITS = """
 import concurrent.futures, sys, tensorizer
+import os
 with concurrent.futures.ThreadPoolExecutor() as pool:
     loads = [pool.submit(tensorizer.load, sys.argv[1], "cpu") for _ in range(2)]
 print(sum(len(one.result()) for one in loads))

@@ -2,6 +2,7 @@
 # ruff: noqa: F811  # parameters are fixtures
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from calls import (  # noqa: F401  # fixtures
     settings,
     stalls,
 )
-from conftest import run_python
+from processes import run_python
 from scripted import FaultServer, Scripted
 from servers import free_port
 from tensorizer import TensorDeserializer, transformers as models
@@ -209,7 +210,7 @@ print(time.monotonic() - begun)
 """
     given = (url, rate) if how == "argument" else (url, 0)
     env = {"TENSORIZER_MAX_BYTES_PER_SECOND": str(rate)} if how == "variable" else {}
-    seconds = float(run_python(code, *given, env=env).stdout)
+    seconds = float(run_python(code, *given, env=os.environ | env).stdout)
     # At least; how much longer is up to the machine.
     assert seconds > len(data) / rate - 0.5
 

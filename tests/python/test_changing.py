@@ -9,11 +9,11 @@ from tensorizer import DecryptionParams, EncryptionParams
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-@pytest.mark.parametrize("size", [1000, 200_000, 30_000_000])
+@pytest.mark.parametrize("size", [1000, 200_000, 20_000_000])
 def test_the_hash_is_that_of_the_bytes_written(tmp_path, size, encrypted):
     # Small ones change too quickly to be caught in one try.
-    tensors = {str(n): torch.zeros(size, dtype=torch.uint8) for n in range(60_000_000 // size)}
-    tensors = dict(list(tensors.items())[:5000])
+    count = min(20_000_000 // size, 1500)
+    tensors = {str(n): torch.zeros(size, dtype=torch.uint8) for n in range(count)}
     over = threading.Event()
 
     def change():

@@ -12,7 +12,8 @@ import pytest
 import redis
 import tensorizer
 import torch
-from conftest import COMMAND, ROOT, start_python
+from conftest import ROOT
+from processes import COMMAND, start_python
 from safetensors.torch import save_file
 from servers import Redis
 from tensorizer import DecryptionParams

@@ -11,8 +11,8 @@ import sys
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, run_python
 from native import open_reader
+from processes import COMMAND, run_python
 from servers import Redis
 from tensorizer import EncryptionParams, TensorSerializer
 from tensorizer_cli.main import main

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, run_python
+from processes import COMMAND, run_python
 from servers import Redis
 from tensorizer_cli.main import main
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, run_python, start_python
+from processes import COMMAND, run_python, start_python
 from tensorizer_cli import describe
 from tensorizer_cli.main import main
 
@@ -130,19 +130,30 @@ def test_closed_outputs_are_not_written_to(folder, arguments, redirected):
 
 def test_a_copy_with_all_streams_closed(folder):
     """No file gets the number of one, nor what is told on it."""
-    line = 'exec "$@" <&- >&- 2>&-'
+    code = """
+import sys
+from tensorizer_cli.main import main
+sys.exit(main(["cp", "f", "new"]) or main(["cp", "f", "new.safetensors"]))
+"""
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=folder, check=False).returncode == 0
     for target in ("new", "new.safetensors"):
-        command = ["bash", "-c", line, "-", sys.executable, "-m", "tensorizer", "cp", "f", target]
-        assert subprocess.run(command, cwd=folder, check=False).returncode == 0
         assert tensorizer.load(folder / target)["b"].tolist() == [0, 1, 2, 3]
 
 
 def test_messages_go_only_to_stderr(folder):
-    command = ["bash", "-c", 'exec "$@" 2>&-', "-", sys.executable, "-m", "tensorizer"]
-    done = subprocess.run(
-        [*command, "cp", "f", "new"], stdout=subprocess.PIPE, cwd=folder, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, b"")
+    # As in an interpreter that is started without it.
+    code = """
+import os, sys
+from tensorizer_cli.main import main
+os.close(2)
+sys.stderr = None
+status = main(["cp", "f", "new"])
+sys.stdout.flush()
+os._exit(status)
+"""
+    done = run_python(code, cwd=folder)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-"])

@@ -12,6 +12,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT
+from processes import run_python
 from tensorizer_cli.main import main
 
 COMMANDS = ("ls", "info", "load", "verify", "cp", "diff", "encrypt", "decrypt", "rekey")
@@ -233,46 +234,35 @@ def test_results_as_json(tmp_path, path, capsys):
 
 
 WITHOUT_TORCH = """
-import sys
+import contextlib, io, json, sys
 from tensorizer_cli.main import main
-status = main(sys.argv[1:])
-print(status, sorted({"torch", "tensorizer"} & {*sys.modules}))
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            status = main(arguments)
+    imported = sorted({"torch", "tensorizer"} & {*sys.modules})
+    print(json.dumps([status, imported, out.getvalue(), err.getvalue()]))
 """
 
 
-def last_line(*arguments):
-    """Run the command in an interpreter of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.splitlines()[-1], done
-
-
 def test_ls_info_and_missing_files_do_not_import_torch(tmp_path, nginx):
+    """The last of these commands, for a file of ``torch.save``, does."""
     tensors = {"a": torch.ones(3, 4), ("b", 0): torch.zeros(2, dtype=torch.bfloat16)}
     tensorizer.save(tensors, tmp_path / "f.tensors", metadata={"step": "7"})
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "f.safetensors")
-    shutil.copy(tmp_path / "f.tensors", nginx.root / "torchless.tensors")
-    address = f"{nginx.http}/torchless.tensors"
-    for command in ("ls", "info"):
-        for file in (tmp_path / "f.tensors", tmp_path / "f.safetensors", address):
-            line, done = last_line(command, "--json", str(file))
-            assert line == "0 []", done.stderr
-            quick = done.stdout.rpartition("\n0 []")[0]
-            assert main([command, "--json", str(file)]) == 0
-            assert json.loads(quick)["tensors"]
-    for command in (["verify"], ["load"], ["cp"]):
-        files = [str(tmp_path / "none"), *(["x.tensors"] if command == ["cp"] else [])]
-        line, done = last_line(*command, *files)
-        assert line == "2 []"
-        assert "none: No such file or directory" in done.stderr
-
-
-def test_ls_imports_torch_for_torch_files(tmp_path):
     torch.save({"a": torch.ones(3, 4)}, tmp_path / "f.pt")
-    line, done = last_line("ls", str(tmp_path / "f.pt"))
-    assert line == "0 ['tensorizer', 'torch']", done.stderr
-    assert "a     float32  [3, 4]" in done.stdout
+    shutil.copy(tmp_path / "f.tensors", nginx.root / "torchless.tensors")
+    files = [*map(str, tmp_path.glob("*s")), f"{nginx.http}/torchless.tensors"]
+    assert len(files) == 3
+    none = str(tmp_path / "none")
+    commands = [[command, "--json", file] for command in ("ls", "info") for file in files]
+    commands += [["verify", none], ["load", none], ["cp", none, "x.tensors"]]
+    commands += [["ls", str(tmp_path / "f.pt")]]
+    done = run_python(WITHOUT_TORCH, json.dumps(commands), fresh=True)
+    assert done.returncode == 0, done.stderr
+    *quick, slow = map(json.loads, done.stdout.splitlines())
+    assert [found[:2] for found in quick] == [[0, []]] * 6 + [[2, []]] * 3
+    assert all(json.loads(out)["tensors"] for _, _, out, _ in quick[:6])
+    assert all("none: No such file or directory" in err for _, _, _, err in quick[6:])
+    assert slow[:2] == [0, ["tensorizer", "torch"]]
+    assert "a     float32  [3, 4]" in slow[2]

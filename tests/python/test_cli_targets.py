@@ -10,7 +10,7 @@ import sys
 import pytest
 import tensorizer
 import torch
-from conftest import ROOT
+from processes import COMMAND, run_python, start_python
 from tensorizer_cli import local
 from tensorizer_cli.arguments import COMMANDS
 from tensorizer_cli.main import main
@@ -107,17 +107,9 @@ def test_local_names_are_kept_as_they_are(tmp_path):
 
 # Streams
 
-COMMAND = "import sys; from tensorizer_cli.main import main; sys.exit(main())"
 
-
-def command(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
-        capture_output=True,
-        timeout=120,
-        **options,
-    )
+def command(*arguments, code="", **options):
+    return run_python(code + COMMAND, *arguments, text=False, **options)
 
 
 def test_a_dash_is_the_standard_input(file):
@@ -144,13 +136,7 @@ def test_a_dash_is_the_standard_output(file):
 
 def test_a_full_standard_output_is_an_error(file):
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", COMMAND, "cp", str(file), "-"],
-            env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            timeout=120,
-        )
+        done = command("cp", file, "-", stdout=full)
     assert done.returncode == 2
     assert b"standard output: No space left on device" in done.stderr
 
@@ -158,14 +144,19 @@ def test_a_full_standard_output_is_an_error(file):
 def test_bytes_that_no_reader_takes_are_an_error(file):
     # More than a pipe takes without a reader.
     tensorizer.save({"a": torch.ones(5 << 20)}, file)
-    code = f"exec {sys.executable} -c '{COMMAND}' cp {file} -"
-    env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
-    for redirected in (">&-", "| head -c 5 > /dev/null; exit ${PIPESTATUS[0]}"):
-        done = subprocess.run(
-            ["bash", "-c", f"({code}) {redirected}"], env=env, capture_output=True, timeout=120
-        )
-        assert done.returncode == 2, done.stderr
-        assert b"standard output: " in done.stderr
+    end, pipe = os.pipe()
+    with start_python(COMMAND, "cp", file, "-", stdout=pipe, stderr=subprocess.PIPE) as process:
+        os.close(pipe)
+        assert os.read(end, 5) == file.read_bytes()[:5]
+        os.close(end)
+        assert b"standard output: " in process.stderr.read()
+    assert process.returncode == 2
+
+
+def test_no_standard_output_is_an_error(file):
+    done = command("cp", file, "-", code="import os, sys\nos.close(1)\nsys.stdout = None\n")
+    assert done.returncode == 2
+    assert b"standard output: " in done.stderr
 
 
 # Damage
@@ -270,7 +261,8 @@ def offered(tmp_path, capsys, name, *words):
     return {row.split("\t")[0] for row in done.stdout.splitlines() if row}
 
 
-@pytest.mark.parametrize("name", ["bash", "fish"])
+# Not every machine has fish.
+@pytest.mark.parametrize("name", ["bash", pytest.param("fish", marks=pytest.mark.long)])
 def test_commands_and_options_are_completed(tmp_path, capsys, name):
     assert offered(tmp_path, capsys, name, "") >= {"ls", "cp", "keygen", "completion"}
     assert offered(tmp_path, capsys, name, "ve") == {"verify"}
@@ -280,6 +272,8 @@ def test_commands_and_options_are_completed(tmp_path, capsys, name):
     assert "model.tensors" in offered(tmp_path, capsys, name, "verify", "mod")
 
 
+# Not every machine has zsh.
+@pytest.mark.long
 def test_zsh_takes_its_script(tmp_path, capsys):
     assert run("completion", "zsh") == 0
     (tmp_path / "_tensorizer").write_text(capsys.readouterr().out)

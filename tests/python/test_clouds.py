@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, assert_same, run_python
+from conftest import assert_same
 from emulators import Azurite, Doorman, Front, Google, Tokens, Tunnel
+from processes import COMMAND, run_python
 from servers import free_port, make_certificates, need
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import open_stream

@@ -50,7 +50,7 @@ class S3:
         pass
 
 
-@pytest.fixture(params=["gs", "az", pytest.param("s3", marks=pytest.mark.extended)])
+@pytest.fixture(params=["gs", "az", pytest.param("s3", marks=pytest.mark.long)])
 def cloud(request):
     """A bucket of each cloud."""
     if request.param == "az":
@@ -220,7 +220,7 @@ def broken(request, cloud):
 
 
 #: Seeds of the random numbers, and the number of loads in each way, or of saves.
-SEEDS = [(5, 1), *(pytest.param((seed, 3), marks=pytest.mark.extended) for seed in (6, 7))]
+SEEDS = [(5, 1), *(pytest.param((seed, 3), marks=pytest.mark.long) for seed in (6, 7))]
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"seed {seed[0]}")

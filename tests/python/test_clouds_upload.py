@@ -7,8 +7,9 @@ import threading
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, assert_same, run_python
+from conftest import assert_same
 from emulators import GoogleXml, Tokens, crc32c
+from processes import COMMAND, run_python
 from scripted import Relay, silent
 from tensorizer import TensorSerializer
 from tensorizer.stream_io import open_stream
@@ -17,7 +18,7 @@ ops = torch.ops.tensorizer
 
 SMALL = {"a": torch.arange(10), "b": torch.randn(3, 4).to(torch.bfloat16), "empty": torch.ones(0)}
 #: Several parts of 8 MiB.
-LARGE = {"first": torch.randn(900, 1000), "big": torch.randn(7, 1000, 1000), "end": torch.ones(3)}
+LARGE = {"first": torch.randn(900, 1000), "big": torch.randn(4, 1000, 1000), "end": torch.ones(3)}
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,7 @@ def test_every_way_of_writing(bucket, key, address, tmp_path, way, tensors):  # 
 
 
 def test_written_streams_appear_when_they_are_closed(bucket, key, address):
-    data = os.urandom(1 << 20) * 40
+    data = os.urandom(1 << 20) * 20
     with open_stream(address, "wb") as stream:
         for start in range(0, len(data), 3 << 20):
             stream.write(data[start : start + (3 << 20)])
@@ -114,7 +115,7 @@ def test_written_streams_appear_when_they_are_closed(bucket, key, address):
 
 def test_folders_and_the_command(bucket, key, address, tmp_path):
     folder = f"{address}-folder"
-    tensorizer.save(LARGE, f"{folder}/model.safetensors", max_shard_size=20_000_000)
+    tensorizer.save(LARGE, f"{folder}/model.safetensors", max_shard_size=17_000_000)
     found = tensorizer.load(f"{folder}/")
     assert sorted(found) == sorted(LARGE)
     assert_same(found["big"], LARGE["big"])
@@ -220,7 +221,7 @@ def test_of_two_writers_of_one_object_the_later_one_stays(address):
 
 
 def test_concurrent_saves_leave_one_whole_object(address):
-    each = [{"t": torch.full((5_000_000,), float(number))} for number in range(3)]
+    each = [{"t": torch.full((2_500_000,), float(number))} for number in range(3)]
     errors = []
 
     def save(tensors):
@@ -277,7 +278,7 @@ def test_uploads_send_the_documented_checksums(bucket, address, monkeypatch):
         tensorizer.save(LARGE, f"{address}-large")
         found = list(zip(relay.requests, relay.fields, strict=True))
     parts = [fields for (method, _, path), fields in found if bucket.stage(method, path) == "part"]
-    assert len(parts) > 3
+    assert len(parts) > 2
     if bucket.scheme == "gs":
         assert found[0][1]["x-goog-hash"] == "crc32c=4waSgw==" == f"crc32c={crc32c(b'123456789')}"
         assert all("x-goog-hash" in fields for fields in parts)

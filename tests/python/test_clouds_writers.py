@@ -6,7 +6,8 @@ import subprocess
 import pytest
 import tensorizer
 import torch
-from conftest import run_python, start_python
+from processes import run_python, start_python
+from test_addresses import Store
 
 
 @pytest.fixture
@@ -23,18 +24,23 @@ PEAK = """
 import sys, tensorizer, torch
 def peak():
     return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10
-tensors = {str(i): torch.ones(25_000_000) for i in range(4)}
+tensors = {str(i): torch.ones(20_000_000) for i in range(2)}
 before = peak()
 tensorizer.save(tensors, sys.argv[1])
 print(peak() - before)
 """
 
 
-def test_peak_memory(address):
-    done = run_python(PEAK, address)
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_peak_memory(no_settings_of_the_machine, monkeypatch, scheme):
+    monkeypatch.setenv("TENSORIZER_UPLOAD_MB", "48")
+    with Store() as store:
+        store.use(monkeypatch)
+        done = run_python(PEAK, f"{scheme}://bucket/f")
+        assert len(store.paths) > 20
     assert done.returncode == 0, done.stderr
-    # 160 for parts; what is copied and hashed takes the rest.
-    assert int(done.stdout) >> 20 < 288
+    # 48 for parts; what is copied and hashed takes the rest.
+    assert int(done.stdout) >> 20 < 112
 
 
 CODE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
+from processes import run_python
 from ranks import cold
 
 MIB = 1 << 20
@@ -47,13 +47,14 @@ def same(found, expected):
 
 def loaded(path, device="cpu", call=tensorizer.load, **options):
     """Load a cold file. Return the tensors, how it was read, and bytes that came from the disk."""
-    # A process's first load reads its libraries' code from the disk too: the second one counts.
-    for _ in range(2):
+    read = []
+    # The process reads code from the disk too: in its first load, and where memory is short.
+    for _ in range(3):
         cold.forget(path)
         before = cold.bytes_from_disk()
         found = dict(call(path, device, **options))
-        read = cold.bytes_from_disk() - before
-    return found, tensorizer.stats()["reading"], read
+        read.append(cold.bytes_from_disk() - before)
+    return found, tensorizer.stats()["reading"], min(read)
 
 
 ON_FUSE = """
@@ -218,6 +219,6 @@ with tensorizer.TensorDeserializer(sys.argv[1], device="cpu", lazy_load=True) as
 
 def test_tensors_of_little_more_than_a_mebibyte_take_no_more_memory_than_they_have(tmp_path):
     tensor = torch.ones(1_258_291, dtype=torch.int8)
-    tensorizer.save({f"t{number}": tensor.clone() for number in range(150)}, tmp_path / "f.tensors")
-    found = run_python(SINGLE, tmp_path / "f.tensors", fresh=True)
+    tensorizer.save({f"t{number}": tensor.clone() for number in range(50)}, tmp_path / "f.tensors")
+    found = run_python(SINGLE, tmp_path / "f.tensors")
     assert float(found.stdout) <= 1.05, found.stderr

@@ -16,7 +16,7 @@ from conftest import ROOT
 from safetensors.torch import save_file
 from scripted import FaultServer
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.long
 
 ops = torch.ops.tensorizer
 PACKAGE = Path(tensorizer.__file__).parent
@@ -210,10 +210,10 @@ def server(cmake):
 
 
 @pytest.fixture(scope="session")
-def exported(python, tmp_path_factory):
+def exported(tmp_path_factory):
     """The example's model in both forms, its weights, a request and the answers to it."""
     folder = tmp_path_factory.mktemp("exported")
-    run([python, ROOT / "examples/cpp-server/export.py", folder], cwd=folder)
+    run([sys.executable, ROOT / "examples/cpp-server/export.py", folder], cwd=folder)
     return folder
 
 

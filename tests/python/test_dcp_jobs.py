@@ -20,10 +20,10 @@ from tensorizer.distributed.whole_tensors import WholeTensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-#: 4 MB of each rank; how often each job saves, and how long another process loads meanwhile.
-COLUMNS, SAVES, SECONDS = 10_000, 6, 0.4
+#: 1 MB of each rank; how often each job saves, and how long another process loads meanwhile.
+COLUMNS, SAVES, SECONDS = 2500, 6, 0.4
 #: The rounds, of which the first is without kills.
-ROUNDS = 6
+ROUNDS = 4
 
 
 def environments(kills):

@@ -3,11 +3,11 @@
 import importlib
 import re
 import shlex
-import subprocess
 import urllib.parse
 
 import pytest
 from conftest import ROOT
+from processes import run_python
 from servers import Redis
 from tensorizer_cli.arguments import parse
 
@@ -46,8 +46,17 @@ MODULES = (
 )
 
 
-def named(paths):
-    return {"argvalues": paths, "ids": [str(path.relative_to(ROOT)) for path in paths]}
+#: Pages whose examples start processes that import torch anew.
+SLOW = ["docs/how-to/fsdp-tp-dcp.md"]
+
+
+def named(paths, slow=()):
+    names = [str(path.relative_to(ROOT)) for path in paths]
+    values = [
+        pytest.param(path, marks=pytest.mark.long) if name in slow else path
+        for path, name in zip(paths, names, strict=True)
+    ]
+    return {"argvalues": values, "ids": names}
 
 
 def blocks(page):
@@ -63,9 +72,8 @@ def shell(text):
     return lines + re.findall(r"^    (\S.*)$", joined, re.MULTILINE)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("page", **named([page for page in PAGES if blocks(page)]))
-def test_examples(page, python, tmp_path, request):
+@pytest.mark.parametrize("page", **named([page for page in PAGES if blocks(page)], SLOW))
+def test_examples(page, tmp_path, request):
     """One after another, in an empty folder."""
     after = HOLDS.get(str(page.relative_to(ROOT)), "")
     code = "\n".join([*blocks(page), after])
@@ -84,10 +92,7 @@ def test_examples(page, python, tmp_path, request):
     script.write_text(code)
     run = "import runpy, sys; runpy.run_path(sys.argv[1])"
     try:
-        done = subprocess.run(
-            [python, "-c", run, script],
-            cwd=tmp_path / "empty", timeout=280, capture_output=True, text=True,
-        )  # fmt: skip
+        done = run_python(run, script, cwd=tmp_path / "empty", timeout=280)
     finally:
         if server:
             server.stop()

@@ -187,11 +187,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_placement_from_every_format(ranks, folder, world):
-    counts = ranks.run("dtensors.every_placement", world, folder, FORMATS)
+def test_every_placement_from_every_format(ranks, folder):
+    counts = ranks.run("dtensors.every_placement", 4, folder, FORMATS)
     assert min(counts[0]) > 80
-    assert counts == [counts[0]] * world
+    assert counts == [counts[0]] * 4
 
 
 def test_shards_from_every_format(ranks, folder):
@@ -270,22 +269,25 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ending", ["tensors", "safetensors", "pt"])
-def test_modules(ranks, models, ending):
+def test_modules(ranks, models):
     """FSDP2, with replicas, tensor parallelism, and both; then the model is used."""
-    assert ranks.run("modules.load", 4, models, ending) == [20] * 4
-
-
-def test_modules_of_two_ranks(ranks, models):
-    assert ranks.run("modules.load", 2, models, "tensors") == [12] * 2
+    endings = ["tensors", "safetensors", "pt"]
+    assert ranks.run("modules.load", 4, models, endings) == [[20, 5, 5]] * 4
 
 
 @pytest.mark.parametrize(
-    "program", ["training", "others_of_fsdp", "dtypes", "only_the_own_bytes", "ties_that_differ",
-                "others"]
-)  # fmt: skip
-def test_modules_with(ranks, models, program):
-    ranks.run(f"modules.{program}", 4, models)
+    ("program", "world"),
+    [
+        ("training", 2),
+        ("others_of_fsdp", 2),
+        ("dtypes", 2),
+        ("only_the_own_bytes", 4),
+        ("ties_that_differ", 2),
+        ("others", 2),
+    ],
+)
+def test_modules_with(ranks, models, program, world):
+    ranks.run(f"modules.{program}", world, models)
 
 
 def test_modules_from_servers(ranks, models, nginx, moto):
@@ -298,7 +300,7 @@ def test_modules_from_servers(ranks, models, nginx, moto):
 
 
 def test_modules_that_do_not_fit(ranks, models):
-    for wrong, hashes, count in ranks.run("modules.refused_and_warned", 4, models):
+    for wrong, hashes, count in ranks.run("modules.refused_and_warned", 2, models):
         assert wrong[0] == "RuntimeError"
         assert "size mismatch for up.weight: the file holds [15, 6]" in wrong[1]
         assert [error[0] for error in hashes] == ["HashMismatchError"] * 2
@@ -309,11 +311,16 @@ def test_modules_that_do_not_fit(ranks, models):
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["after_a_forward_pass", "saves_after_a_forward_pass", "summoned", "files_of_vllm"],
+    ("program", "world"),
+    [
+        ("after_a_forward_pass", 4),
+        ("saves_after_a_forward_pass", 2),
+        ("summoned", 2),
+        ("files_of_vllm", 2),
+    ],
 )
-def test_modules_used_before(ranks, tmp_path, program):
-    ranks.run(f"held.{program}", 4, tmp_path)
+def test_modules_used_before(ranks, tmp_path, program, world):
+    ranks.run(f"held.{program}", world, tmp_path)
 
 
 def test_flat_parts_of_the_first_fsdp_are_refused(ranks, tmp_path):

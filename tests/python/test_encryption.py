@@ -7,7 +7,8 @@ import pytest
 import secret_words
 import tensorizer
 import torch
-from conftest import MANIFEST, assert_same, bits, golden_bytes, run_python
+from conftest import MANIFEST, assert_same, bits, golden_bytes
+from processes import run_python
 from scripted import FaultServer
 from tensorizer import (
     CryptographyError,
@@ -310,10 +311,17 @@ def test_golden_files():
     ("opslimit", "memlimit"),
     [
         # Both at once would take many times longer, and test no more.
-        (EncryptionParams.OpsLimit.SENSITIVE, EncryptionParams.MemLimit.MIN),
-        (EncryptionParams.OpsLimit.MIN, EncryptionParams.MemLimit.SENSITIVE),
+        pytest.param(
+            EncryptionParams.OpsLimit.SENSITIVE, EncryptionParams.MemLimit.MIN, id="passes"
+        ),
+        # Fills a gigabyte.
+        pytest.param(
+            EncryptionParams.OpsLimit.MIN,
+            EncryptionParams.MemLimit.SENSITIVE,
+            id="memory",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["passes", "memory"],
 )
 def test_sensitive(tmp_path, opslimit, memlimit):
     """With all the passes, and with all the memory, of the strongest preset."""
@@ -385,7 +393,7 @@ def test_memory_while_encrypting(tmp_path):
         "def peak(): return next(int(l.split()[1]) for l in open('/proc/self/status')"
         " if l.startswith('VmHWM')) << 10\n"
         # Each is larger than what saving may take.
-        "t = {str(i): torch.ones(25_000_000) for i in range(2)}\n"
+        "t = {str(i): torch.ones(20_000_000) for i in range(2)}\n"
         "e = tensorizer.EncryptionParams.random()\nbefore = peak()\n"
         "tensorizer.save(t, sys.argv[1], encryption=e)\nprint(peak() - before)\n"
     )
@@ -448,8 +456,8 @@ def test_compile_and_export(saved, tmp_path):
 
     def both(key, out):
         ops.load(saved, ["b"], [out], key=key)
-        ops.save(copied, ["x"], [out * 2], key=key)
-        return ops.load(saved, key=key)["a"] + 1
+        ops.save(copied, ["x"], [out], key=key)
+        return ops.load(saved, key=key)["a"]
 
     torch._dynamo.reset()
     for compiled in (torch.compile(both, fullgraph=True), None):
@@ -463,10 +471,10 @@ def test_compile_and_export(saved, tmp_path):
             assert not program.constants
             assert not program.state_dict
             run = program.module()
-        assert_same(run(KEY_TENSOR, out), torch.arange(12.0).reshape(3, 4) + 1)
+        assert_same(run(KEY_TENSOR, out), torch.arange(12.0).reshape(3, 4))
         assert_same(out, torch.arange(5))
         again = ops.load(copied, key=KEY_TENSOR)
-        assert_same(again["x"], torch.arange(5) * 2)
+        assert_same(again["x"], torch.arange(5))
         with pytest.raises(RuntimeError, match="Tensor decryption failed"):
             run(torch.zeros(32, dtype=torch.uint8), out)
 

@@ -20,8 +20,6 @@ from conftest import ROOT, assert_same
 from servers import free_port
 from tensorizer import CryptographyError, DecryptionParams, HashMismatchError, TensorDeserializer
 
-pytestmark = pytest.mark.extended
-
 EXAMPLES = ROOT / "examples"
 
 
@@ -40,10 +38,10 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
-def start(python, name, *args, cwd):
+def start(name, *args, cwd):
     """Run an example in a process of its own; return what it prints."""
     done = subprocess.run(
-        [python, EXAMPLES / name, *args],
+        [sys.executable, EXAMPLES / name, *args],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -247,8 +245,8 @@ def test_measuring_numbers_of_readers(plain, run, nginx):
     assert len(lines) == 2 and "as many as help" in lines[1]
 
 
-def test_saving_in_another_process(python, tmp_path):
-    printed = start(python, "subprocess_saving.py", cwd=tmp_path)
+def test_saving_in_another_process(tmp_path):
+    printed = start("subprocess_saving.py", cwd=tmp_path)
     assert printed.startswith("the state of step 10 is in checkpoint.tensors; ")
     assert int(printed.split(";")[1].split()[0]) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.tensors"]
@@ -262,9 +260,9 @@ def test_saving_in_another_process(python, tmp_path):
     }
 
 
-def test_a_checkpoint_of_several_processes(python, tmp_path):
+def test_a_checkpoint_of_several_processes(tmp_path):
     ranks = ["--ranks", "2", "--load-ranks", "3"]
-    printed = start(python, "dcp.py", "folder", *ranks, cwd=tmp_path)
+    printed = start("dcp.py", "folder", *ranks, cwd=tmp_path)
     assert "3 ranks have loaded 4 tensors of step 100" in printed
     assert "one process has loaded a tensor of it" in printed
     parts = sorted((tmp_path / "folder").glob("rank-*.tensors"))

@@ -7,8 +7,6 @@ import torch
 from conftest import assert_same
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
-pytestmark = pytest.mark.extended
-
 STEPS, RESUMED_FROM = 6, 3
 
 

@@ -4,7 +4,8 @@ import hashlib
 
 import pytest
 import torch
-from conftest import MANIFEST, bits, golden_files, run_python
+from conftest import MANIFEST, bits, golden_files
+from processes import run_python
 from tensorizer import CryptographyError, TensorDeserializer, TensorSerializer, TensorType
 from tensorizer.serialization import (
     FormatError,

@@ -21,14 +21,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_format(ranks, folder, world):
-    ranks.run("groups.every_format", world, folder, FORMATS)
+def test_every_format(ranks, folder):
+    ranks.run("groups.every_format", 3, folder, FORMATS)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_ranks_may_request_different_tensors(ranks, folder, kind):
-    ranks.run("groups.other_wants", 4, folder, kind)
+def test_ranks_may_request_different_tensors(ranks, folder):
+    ranks.run("groups.other_wants", 4, folder, FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +49,9 @@ def test_a_rank_that_closes_its_iterator_ends_those_of_the_others(ranks, folder)
 
 
 def test_an_iterator_that_another_thread_closes_says_so(ranks, folder):
-    own, other = ranks.run("one_by_one.closed_by_another_thread", 2, folder, 20)
-    assert own == [["ClosedError", "the iterator was closed by another thread"]] * 20
-    assert [one[0] for one in other] == ["GroupError"] * 20
+    own, other = ranks.run("one_by_one.closed_by_another_thread", 2, folder, 10)
+    assert own == [["ClosedError", "the iterator was closed by another thread"]] * 10
+    assert [one[0] for one in other] == ["GroupError"] * 10
     assert all("rank 0 of the group has closed its iterator" in one[1] for one in other)
 
 
@@ -101,14 +99,16 @@ def test_a_rank_receives_what_it_wants_with_others_and_nothing_else(ranks, folde
     assert of_long_rows == (0.0,) * 4
 
 
-def test_48_ranks_take_few_descriptors(ranks, tmp_path):
+@pytest.mark.parametrize("world", [12, pytest.param(48, marks=pytest.mark.long)])
+def test_many_ranks_take_few_descriptors(ranks, tmp_path, world):
     tensorizer.save({"a": torch.arange(96_000).view(500, 192)}, tmp_path / "few.tensors")
-    of_rows, of_columns = zip(*ranks.run("groups.descriptors", 48, tmp_path, 256), strict=True)
+    found = ranks.run("groups.descriptors", world, tmp_path, 160 + 2 * world)
+    of_rows, of_columns = zip(*found, strict=True)
     # The first rank runs the store of torch's group, and gathers the answers of all.
-    assert of_rows[0] <= 16 + 2 * 48
+    assert of_rows[0] <= 16 + 2 * world
     assert max(of_rows[1:]) <= 16, of_rows
     # Ranks that load columns have connections to each other.
-    assert max(of_columns[1:]) <= 16 + 47, of_columns
+    assert max(of_columns[1:]) <= 16 + world - 1, of_columns
 
 
 def test_connections_are_kept_from_load_to_load(ranks, folder):
@@ -117,7 +117,7 @@ def test_connections_are_kept_from_load_to_load(ranks, folder):
 
 
 def test_other_collectives_of_the_group_go_on(ranks, folder):
-    assert min(ranks.run("groups.beside_others", 4, folder)) > 0
+    assert min(ranks.run("groups.beside_others", 2, folder)) > 0
 
 
 def test_a_call_by_a_rank_outside_the_group_is_refused(ranks, folder):
@@ -135,54 +135,57 @@ def addresses(folder, nginx, moto):
     return found
 
 
-def test_streams(ranks, addresses, moto):
-    ranks.run("groups.group_of_streams", 4, addresses, env=moto.settings())
+def test_addresses_and_streams(ranks, addresses, moto):
+    ranks.run("groups.from_servers", 2, addresses, env=moto.settings())
 
 
-def test_addresses(ranks, addresses, moto):
-    ranks.run("groups.group_of_addresses", 4, addresses, env=moto.settings())
+#: 32 MiB, of which each tensor has its number as the value of all elements.
+COUNT, BYTES = 16, 32 << 20
+
+
+def traffic(path):
+    """Save them; return the most bytes that a group may fetch."""
+    tensorizer.save({f"w{n}": torch.full((1024, 512), float(n)) for n in range(COUNT)}, path)
+    return 1.02 * path.stat().st_size
 
 
 def test_every_byte_is_fetched_once(ranks, nginx):
-    """Four ranks fetch at most 1.02 files over HTTP; four that load alone fetch four files."""
-    traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
+    """Four ranks fetch at most 1.02 files over HTTP; two that load alone fetch two files."""
     for ending in ("tensors", "safetensors"):
         path = nginx.root / f"traffic.{ending}"
-        tensorizer.save(traffic, path)
-        ranks.run("groups.traffic", 4, f"{nginx.http}/{path.name}", 16, False)
-        size = path.stat().st_size
-        assert 16 << 22 <= nginx.sent(path.name) <= 1.02 * size
+        most = traffic(path)
+        ranks.run("groups.traffic", 4, f"{nginx.http}/{path.name}", COUNT, False)
+        assert BYTES <= nginx.sent(path.name) <= most
     alone = nginx.root / "alone.tensors"
     alone.hardlink_to(nginx.root / "traffic.tensors")
-    ranks.run("groups.traffic_alone", 4, f"{nginx.http}/{alone.name}")
-    assert nginx.sent(alone.name) >= 4 * 16 << 22
+    ranks.run("groups.traffic_alone", 2, f"{nginx.http}/{alone.name}")
+    assert nginx.sent(alone.name) >= 2 * BYTES
 
 
 def test_iterators_fetch_every_byte_once(ranks, nginx):
     path = nginx.root / "one.tensors"
-    tensorizer.save({f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}, path)
-    ranks.run("one_by_one.traffic", 4, f"{nginx.http}/{path.name}", 16)
-    assert 16 << 22 <= nginx.sent(path.name) <= 1.02 * path.stat().st_size
+    most = traffic(path)
+    ranks.run("one_by_one.traffic", 4, f"{nginx.http}/{path.name}", COUNT)
+    assert BYTES <= nginx.sent(path.name) <= most
 
 
-@pytest.mark.parametrize("columns", [False, True])
-def test_iterators_hold_their_buffer_and_no_more(ranks, nginx, columns):
+def test_iterators_hold_their_buffer_and_no_more(ranks, nginx):
     path = nginx.root / "held.tensors"
-    tensorizer.save({f"w{n}": torch.full((1024, 2048), float(n)) for n in range(48)}, path)
-    found = ranks.run("one_by_one.memory", 2, f"{nginx.http}/held.tensors", 64 << 20, columns)
-    # A tensor that is handed out belongs to its holder; the readers have buffers too.
-    assert max(found) <= (64 + 8 + 24) << 20, [one >> 20 for one in found]
+    tensorizer.save({f"w{n}": torch.full((512, 1024), float(n)) for n in range(64)}, path)
+    for columns in (False, True):
+        found = ranks.run("one_by_one.memory", 2, f"{nginx.http}/held.tensors", 16 << 20, columns)
+        # A tensor that is handed out belongs to its holder; the readers have buffers too.
+        assert max(found) <= (16 + 2 + 24) << 20, [one >> 20 for one in found]
 
 
 def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
-    traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
     path = tmp_path / "traffic.tensors"
-    tensorizer.save(traffic, path)
+    most = traffic(path)
     moto.client().upload_file(str(path), "bucket", "group/traffic.tensors")
     with Relay(moto.host) as relay:
         env = moto.settings(relay.host)
-        ranks.run("groups.traffic", 4, "s3://bucket/group/traffic.tensors", 16, False, env=env)
-        assert 16 << 22 <= relay.sent <= 1.02 * path.stat().st_size
+        ranks.run("groups.traffic", 4, "s3://bucket/group/traffic.tensors", COUNT, False, env=env)
+        assert BYTES <= relay.sent <= most
 
 
 def test_the_examples_of_the_document(nginx, run_script):
@@ -253,8 +256,8 @@ def test_iterators_of_a_rank_that_is_killed_end_with_an_error(ranks, folder):
         kind, message, seconds = found[rank]["result"]
         assert kind == "GroupError"
         assert message.startswith("rank 1 of the group is gone")
-        # The time-out is 10 s.
-        assert seconds < 8
+        # The time-out is 60 s.
+        assert seconds < 30
 
 
 def test_a_server_that_fails_for_one_rank(ranks, failing, tmp_path):
@@ -301,16 +304,16 @@ def test_errors_during_an_exchange_are_raised_at_all_ranks(ranks, folder):
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_that_cannot_read(ranks, folder, world):
     said = ["OSError", "[Errno 5] Input/output error: 'somewhere'"]
-    assert ranks.run("lost.failing_reads", world, folder, 20) == [[said] * 20] * world
+    assert ranks.run("lost.failing_reads", world, folder, 8) == [[said] * 8] * world
 
 
-def lost(run, world, how, turn, wait=10):
+def lost(run, world, how, turn, wait=60):
     """Lose a rank at a place that changes from turn to turn; return what the others say."""
     ranks, folder = run
     place = ("_read", "_packed", "inside")[turn % 3]
     # The first rank hosts the store of the group.
-    victim = (turn // 3) % world
-    where = (place, (turn // 6) % 3, turn % 2 and place != "inside")
+    victim = turn % world
+    where = (place, (turn // 2) % 3, (turn // 3) % 2 and place != "inside")
     found = ranks.start("lost.killed", world, folder, how, victim, where, wait)
     assert found[victim] == {"signal": 9, "late": False, "stopped": how == "SIGSTOP"}
     others = [one["result"] for rank, one in enumerate(found) if rank != victim]
@@ -321,18 +324,20 @@ def lost(run, world, how, turn, wait=10):
     return others
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_is_killed(ranks, folder, world):
-    for turn in range(20):
+EVERY_PLACE = [pytest.param(world, range(12), marks=pytest.mark.long) for world in (2, 4)]
+
+
+@pytest.mark.parametrize(("world", "turns"), [(2, range(6)), (4, range(2, 6)), *EVERY_PLACE])
+def test_a_rank_that_is_killed(ranks, folder, world, turns):
+    for turn in turns:
         for _, _, seconds, _ in lost((ranks, folder), world, "SIGKILL", turn):
-            # The time-out is 10 s.
-            assert seconds < 8
+            # The time-out is 60 s.
+            assert seconds < 30
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("turns", [2, pytest.param(20, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(("world", "turns"), [(2, [1]), (4, [0, 3]), *EVERY_PLACE])
 def test_a_stopped_rank_ends_the_call_at_all_others(ranks, folder, world, turns):
-    for turn in range(turns):
+    for turn in turns:
         # The others would wait for the store of one that is stopped.
         for _, _, seconds, _ in lost((ranks, folder), world, "SIGSTOP", turn, 3):
             assert seconds < 25
@@ -345,29 +350,31 @@ def test_a_missing_rank_ends_the_call_at_all_others(ranks, folder, how):
         kind, message, seconds = found[rank]["result"]
         assert kind == "GroupError"
         assert "rank 2 did not come within 0:00:0" in message
-        assert 2 < seconds < 10
+        assert 2 < seconds < 25
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_interrupts_of_one_rank_end_all(ranks, folder, world):
-    found = list(zip(*ranks.run("lost.interrupted", world, folder, 24), strict=True))
+@pytest.mark.parametrize(("world", "turns"), [(2, 18), (4, 12)])
+def test_interrupts_of_one_rank_end_all(ranks, folder, world, turns):
+    found = list(zip(*ranks.run("lost.interrupted", world, folder, turns), strict=True))
     turns = [[outcome for outcome, _ in turn] for turn in found]
     for number, turn in enumerate(turns):
         others = [one for rank, one in enumerate(turn) if rank != number % world]
         # At the very end of a call some ranks have all that they need.
         assert set(others) <= {"done", "told"}, turn
         assert turn[number % world] in ("done", "interrupted"), turn
-    assert sum("interrupted" in turn for turn in turns) > 5
-    assert sum(turn.count("told") == world - 1 for turn in turns) > 5
+    assert sum("interrupted" in turn for turn in turns) >= len(turns) // 4
+    assert sum(turn.count("told") == world - 1 for turn in turns) >= len(turns) // 4
     # None waits for the time-out, unless this comes before the first line of the call.
     assert sum(late for turn in found for _, late in turn) <= 3
 
 
-@pytest.mark.parametrize(("world", "step"), [(2, 5), (4, 13)])
+@pytest.mark.parametrize(
+    ("world", "step"), [(2, 7), (4, 23), pytest.param(2, 1, marks=pytest.mark.long)]
+)
 def test_an_interrupt_at_any_line_ends_the_call_at_all_ranks(ranks, folder, world, step):
-    """Of every fifth line, or thirteenth; connections that are not open are no reason to wait."""
+    """At one of so many lines; connections that are not open are no reason to wait."""
     program = "lost.interrupted_at_lines"
-    found = list(zip(*ranks.run(program, world, folder, step, timeout=120), strict=True))
+    found = list(zip(*ranks.run(program, world, folder, step), strict=True))
     for turn, of_ranks in enumerate(found[:-1]):
         outcomes = [outcome for outcome, _ in of_ranks]
         assert outcomes.pop(turn % world) == "interrupted", of_ranks
@@ -385,17 +392,18 @@ def test_an_interrupt_while_connecting_ends_the_call_at_all_ranks(ranks, folder)
     for kind, message, seconds in found[1:]:
         assert kind == "GroupError"
         assert message.startswith("rank 0 of the group failed: KeyboardInterrupt")
-        assert seconds < 5
+        # The time-out is 60 s.
+        assert seconds < 30
 
 
 def test_interrupts_of_a_rank_that_waits_for_others(ranks, folder):
     found = ranks.run("lost.late", 4, folder)
     assert found[0][0] == "KeyboardInterrupt"
-    assert found[0][2] < 0.8
-    for kind, message, seconds in found[1:]:
+    for kind, message, _ in found[1:]:
         assert kind == "GroupError"
         assert message.endswith("its group: rank 0 was interrupted")
-        assert seconds < 2
+    # The time-out is 60 s, and the others come when the call of the first has ended.
+    assert max(seconds for *_, seconds in found) < 30
 
 
 def test_ranks_that_have_opened_two_versions_of_a_folder(ranks, tmp_path):

@@ -222,11 +222,11 @@ def test_s3_trusts_the_bundles_of_boto3(s3_over_tls, bundles, use, kinds, named)
 @pytest.mark.parametrize("variable", ["NO_PROXY", "no_proxy"])
 def test_asterisk_excludes_numeric_hosts_from_proxies(web, use, variable):
     url = f"http://127.0.0.1:{web.port}/f.tensors"
-    use(http_proxy="http://127.0.0.1:1")
+    use(http_proxy="http://127.0.0.1:1", TENSORIZER_TOTAL_SECONDS="1")
     with pytest.raises(requests.exceptions.ProxyError):
         requests_get(url)
     refused(url)
-    use(**{variable: "*"})
+    use(**{variable: "*", "TENSORIZER_TOTAL_SECONDS": "60"})
     requests_get(url)
     load(url)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, ROOT, assert_same, run_python
+from conftest import ROOT, assert_same
 from hub import Hub, send, sha256
+from processes import COMMAND, run_python
 from safetensors.torch import save
 from tensorizer import (
     DamagedFileError,

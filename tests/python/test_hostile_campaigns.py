@@ -2,23 +2,24 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.long
 TRUST = ROOT / "tests/trust"
 
 
 @pytest.fixture
-def run(python):
+def run():
     """Run a campaign whose loads may be broken; return what it says."""
 
     def run(campaign, *options, broken=""):
         code = f"import sys\nsys.path.insert(0, {str(TRUST)!r})\n"
         code += f"import tensorizer, hostile_ways, {campaign}\n{broken}\n{campaign}.main()"
         done = subprocess.run(
-            [python, "-c", code, *map(str, options)],
+            [sys.executable, "-c", code, *map(str, options)],
             capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         said = json.loads(done.stdout.splitlines()[-1])

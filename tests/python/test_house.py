@@ -57,6 +57,8 @@ FOLDERS = [
 CRATES = ["src", "csrc", "python/src"]
 MOST_LINES = 450
 TESTS_AT_THE_END = re.compile(r"(?m)^#\[cfg\((?:all\()?test.*\n(?:#.*\n)*mod \w+ \{")
+
+
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     """Return the groups of files each of which reaches each other one."""
     reached: dict[str, set[str]] = {}

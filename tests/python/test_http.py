@@ -15,7 +15,8 @@ import zipfile
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python, start_python
+from conftest import assert_same
+from processes import run_python, start_python
 from scripted import FaultServer, Forwarder
 from servers import Nginx
 from tensorizer import TensorDeserializer

@@ -10,7 +10,7 @@ import threading
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
+from processes import run_python
 from scripted import stop
 
 #: Offsets of the number of entries, of the size of their block, and of the block.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tensorizer
 from conftest import ROOT
+from processes import run_python
 
 PLATFORM = sysconfig.get_platform().replace("-", "_")
 NAME = f"tensorizer-{tensorizer.__version__}+torch2.11-cp310-abi3-{PLATFORM}.whl"
@@ -30,7 +31,7 @@ def wheel(folder, name, files):
     pure = "true" if tag.endswith("any") else "false"
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nRoot-Is-Purelib: {pure}\nTag: {tag}\n".encode()
     record = ""
-    for path, content in files.items():
+    for path, content in sorted(files.items()):
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         record += f"{path},sha256={digest},{len(content)}\n"
     files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
@@ -67,75 +68,61 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture
 def site(tmp_path):
-    """Return an environment that sees the packages of this one, and where its own go."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    (site,) = (tmp_path / "venv/lib").glob("python3*/site-packages")
-    # Behind those of the environment itself.
-    beside = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "beside.pth").write_text("\n".join(beside) + "\n")
-    return site
+    """Return a folder of packages before that of this environment."""
+    (tmp_path / "site").mkdir()
+    return tmp_path / "site"
 
 
-def pip(site, *args):
-    command = [sys.executable, "-m", "pip", "--python", site.parents[2] / "bin/python"]
-    quiet = ["--quiet", "--disable-pip-version-check", *map(str, args)]
-    done = subprocess.run([*command, *quiet], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-def install(site, *args):
-    pip(site, "install", "--no-deps", "--no-index", *args)
+def install(site, wheel):
+    """Install a wheel over what is there, as ``pip install --ignore-installed`` does."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
 
 
 def run(site, code=SHOW):
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [site.parents[2] / "bin/python", "-c", code],
-        cwd=site.parents[2],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_python(code, env=os.environ | {"PYTHONPATH": str(site)}, cwd=site)
 
 
-def test_pip_replaces_one_by_the_other(wheels, site):
+# Another package's installer: four fresh processes of pip, and three of torch.
+@pytest.mark.long
+def test_pip_replaces_one_by_the_other(wheels, tmp_path):
     """`pip install vllm[tensorizer]` replaces ours, and docs/how-to/vllm.md undoes that."""
     ours, old = wheels
-    install(site, ours)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = (tmp_path / "venv/lib").glob("python3*/site-packages")
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv/bin/python", "--quiet"]
+    install = [*pip, "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
+    right = f"{tensorizer.__version__} True\n"
+    for wheel, found in ((ours, right), (old, "2.10.1 False\n"), (ours, right)):
+        subprocess.run([*install, wheel], check=True)
+        done = run(site)
+        assert (done.stdout, done.stderr) == (found, "")
+        assert (site / "tensorizer/_C.abi3.so").exists() == (wheel == ours)
+    subprocess.run([*install, "--ignore-installed", old], check=True)
+    # Uninstalling one removes files of the other, as the warning says; the rest is its advice.
+    for _ in range(2):
+        subprocess.run([*pip, "uninstall", "--yes", "tensorizer"], check=True)
+    shutil.rmtree(site / "tensorizer", ignore_errors=True)
+    subprocess.run([*install, ours], check=True)
     done = run(site)
-    assert (done.stdout, done.stderr) == (f"{tensorizer.__version__} True\n", "")
-    install(site, old)
-    assert run(site).stdout == "2.10.1 False\n"
-    assert not (site / "tensorizer/_C.abi3.so").exists()
-    install(site, ours)
-    done = run(site)
-    assert (done.stdout, done.stderr) == (f"{tensorizer.__version__} True\n", "")
+    assert (done.stdout, done.stderr) == (right, "")
 
 
 def test_ours_over_the_old_package(wheels, site):
     ours, old = wheels
     install(site, old)
-    install(site, "--ignore-installed", ours)
+    install(site, ours)
     done = run(site)
     assert done.stdout == f"{tensorizer.__version__} True\n", done.stderr
     assert (
         "<string>:1: RuntimeWarning: files of tensorizer 2.10.1 are mixed with those" in done.stderr
     )
-    # Uninstalling one removes files of the other, as the warning says; the rest is its advice.
-    pip(site, "uninstall", "--yes", "tensorizer")
-    assert "True" not in run(site).stdout
-    pip(site, "uninstall", "--yes", "tensorizer")
-    shutil.rmtree(site / "tensorizer", ignore_errors=True)
-    install(site, ours)
-    done = run(site)
-    assert (done.stdout, done.stderr) == (f"{tensorizer.__version__} True\n", "")
 
 
 def test_the_old_package_over_ours(wheels, site):
     ours, old = wheels
     install(site, ours)
-    install(site, "--ignore-installed", old)
+    install(site, old)
     # Nothing of ours runs.
     assert run(site).stdout == "2.10.1 False\n"
     assert (site / "tensorizer/_C.abi3.so").exists()
@@ -149,12 +136,17 @@ def test_the_old_package_over_ours(wheels, site):
     )
 
 
-def test_half_of_another_release(wheels, site):
-    ours, _ = wheels
-    install(site, ours)
-    build = site / "tensorizer/_build.py"
-    build.write_text(build.read_text().replace(tensorizer.__version__, "3.10.0"))
-    done = run(site)
+HALF = """
+import sys, tensorizer._build
+tensorizer._build.VERSION = "3.10.0"
+del sys.modules["tensorizer._native"]
+import tensorizer._native
+"""
+
+
+def test_half_of_another_release():
+    """The native module of this release with the Python code of another."""
+    done = run_python(HALF)
     assert f"tensorizer 3.10.0 was installed over {tensorizer.__version__}, or the" in done.stderr
 
 
@@ -167,19 +159,20 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 SUFFIXES = """
-import importlib.machinery
+import importlib.machinery, sys
 importlib.machinery.EXTENSION_SUFFIXES.remove(".abi3.so")
+for name in [name for name in sys.modules if name.startswith("tensorizer")]:
+    del sys.modules[name]
 import tensorizer
 """
 
 
-def test_free_threaded_python(wheels, site):
+def test_free_threaded_python():
     """An ordinary Python stands in for a free-threaded one."""
     done = subprocess.run(
         [sys.executable, "-c", FREE_THREADED], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
     assert "tensorizer cannot be built for a free-threaded Python" in done.stderr
-    install(site, wheels[0])
-    done = run(site, SUFFIXES)
+    done = run_python(SUFFIXES)
     assert "ImportError: tensorizer needs an ordinary build of Python for Linux" in done.stderr

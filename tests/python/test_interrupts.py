@@ -11,7 +11,7 @@ import weakref
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, run_python, start_python
+from processes import COMMAND, run_python, start_python
 from scripted import FaultServer, Relay, silent
 from tensorizer.file.file_writer import FileWriter
 
@@ -225,7 +225,7 @@ tensorizer.load(path)
 begun = time.monotonic(); tensorizer.load(path); after = time.monotonic() - begun
 before = rss()
 hits = 0
-for _ in range(80):  # around the end: later after each hit, earlier after each miss
+for _ in range(40):  # around the end: later after each hit, earlier after each miss
     hit = interrupted(after)
     after *= 1.05 if hit else 0.8
     hits += hit

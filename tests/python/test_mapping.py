@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import GOLDEN, assert_same, run_python
+from conftest import GOLDEN, assert_same
+from processes import run_python
 from reading import TENSORS, check
 from tensorizer import TensorDeserializer, TensorSerializer
 

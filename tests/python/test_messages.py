@@ -4,12 +4,11 @@ import importlib
 import inspect
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import assert_same
+from processes import run_python
 
 #: Messages of release 2.12.1 for ``Model()``, and for two tensors.
 MODEL = bytes.fromhex(
@@ -166,6 +165,8 @@ def test_damage(messages):
 def test_without_protobuf():
     code = """
 import sys
+for name in [name for name in sys.modules if name.startswith(("google.protobuf", "tensorizer."))]:
+    del sys.modules[name]
 sys.modules["google.protobuf"] = None
 from tensorizer import *
 import tensorizer
@@ -174,7 +175,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
     assert "pip install 'protobuf>=4.22'" in done.stdout
 
 

@@ -16,7 +16,7 @@ import pytest
 import redis
 import tensorizer
 import torch
-from conftest import run_python
+from processes import run_python
 from scripted import FaultServer
 from servers import Redis
 from tensorizer import serialization, stream_io
@@ -194,8 +194,10 @@ def test_performance_statistics_need_their_variable(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="Performance stats are not enabled"):
         serialization._get_perf_stats()
     code = """
-import sys, tensorizer, torch
-from tensorizer import serialization
+import importlib, sys, tensorizer, torch
+for name in ("tensorizer.file.legacy", "tensorizer.serialization"):
+    sys.modules.pop(name, None)
+serialization = importlib.import_module("tensorizer.serialization")
 tensorizer.save({"a": torch.ones(1000)}, sys.argv[1])
 tensorizer.load(sys.argv[1], "cpu")
 found = serialization._get_perf_stats()
@@ -204,7 +206,7 @@ assert serialization._enable_perf_stats is True
 print(found)
 """
     monkeypatch.setenv("TENSORIZER_ENABLE_PERF_STATS", "1")
-    done = run_python(code, tmp_path / "f", fresh=True)
+    done = run_python(code, tmp_path / "f")
     zeros = {"tensor_to_device_secs": 0, "tensor_to_device_bytes": 0}
     assert done.stdout == f"{zeros | {'file_readinto_bytes': 4000}}\n", done.stderr
 

@@ -3,7 +3,7 @@
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
+from processes import run_python
 from tensorizer import TensorDeserializer, TensorSerializer
 
 

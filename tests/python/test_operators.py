@@ -2,12 +2,15 @@
 
 import copy
 import io
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import tensorizer
 import torch
-from conftest import TENSORS, assert_same, run_python
+from conftest import TENSORS, assert_same
+from processes import run_python
 
 ops = torch.ops.tensorizer
 
@@ -291,13 +294,18 @@ except ImportError as error:
 """
 
 
-def test_both_libraries_in_one_process_is_a_sentence(tmp_path):
-    lib = next((tmp_path.__class__(tensorizer.__file__).parent / "lib").glob("*.so"))
-    done = run_python(BOTH, tmp_path / "f", imported=False)
+def test_the_library_behind_the_package_is_a_sentence(tmp_path):
+    done = run_python(BOTH, tmp_path / "f")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "1.0"
     assert "not both" in done.stderr
-    done = run_python(OTHER_ORDER, tmp_path / "f", lib, imported=False)
+
+
+def test_the_library_alone_and_the_package_behind_it(tmp_path):
+    lib = next((Path(tensorizer.__file__).parent / "lib").glob("*.so"))
+    env = os.environ | {"TENSORIZER_READER": "4"}
+    done = run_python(OTHER_ORDER, tmp_path / "f", lib, env=env, fresh=True)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the nearest known name is TENSORIZER_READERS") == 1, done.stderr
     assert done.stdout.startswith("1.0\n")
     assert "load either the Python package or libtensorizer_torch.so, not both" in done.stdout

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import TENSORS, assert_same, run_python
+from conftest import TENSORS, assert_same
+from processes import run_python
 from torch.fx.experimental.proxy_tensor import make_fx
 
 ops = torch.ops.tensorizer

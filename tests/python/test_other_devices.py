@@ -10,7 +10,8 @@ from pathlib import Path
 import build_cache
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import ROOT
+from processes import run_python
 
 CODE = """
 import contextlib, sys, torch, tensorizer

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import GOLDEN, MANIFEST, assert_same, files, run_python
+from conftest import GOLDEN, MANIFEST, assert_same, files
 from pairs import assert_state, load, save, state
+from processes import run_python
 from tensorizer import CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer
 from tensorizer.serialization import FormatError
 from tensorizer.torch_compat import PairMismatchError, tensorizer_saving

@@ -4,14 +4,15 @@ import contextlib
 import hashlib
 import os
 import subprocess
-import sys
 
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import assert_same
+from processes import run_python
 from scripted import FaultServer, Scripted
 from tensorizer import DamagedFileError, TensorDeserializer
+from tensorizer_cli.main import main
 
 MB = 1 << 20
 TENSORS = {f"t{n}": torch.rand(MB // 2 + n) for n in range(12)}
@@ -129,13 +130,11 @@ def test_a_fragment_of_an_address_is_refused(fragment):
     assert ("sha256=" in str(raised.value)) == fragment.startswith("sha256=")
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "tensorizer", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+def test_the_command_takes_the_output_of_sha256sum(tmp_path, capsys):
+    def run(*arguments):
+        status = main([*map(str, arguments)])
+        return status, "".join(capsys.readouterr())
 
-
-def test_the_command_takes_the_output_of_sha256sum(tmp_path):
     (tmp_path / "m").mkdir()
     tensorizer.save(TENSORS, tmp_path / "m/m.safetensors", max_shard_size="5MB")
     names = sorted(os.listdir(tmp_path / "m"))

@@ -15,7 +15,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from conftest import run_python
+from processes import run_python
 from scripted import FaultServer
 from servers import Nginx
 from tensorizer import safetensors as ours

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import run_python, start_python
+from processes import run_python, start_python
 
 INTERRUPTED = """
 import sys, time, torch, tensorizer
 path, way = sys.argv[1:]
 class Slow:
-    # A file object that takes ten seconds.
+    # A file object that takes many seconds.
     def __init__(self): self.file = open(path, "rb")
     def read(self, n=-1): time.sleep(0.02); return self.file.read(min(n, 16384))
     def seek(self, *a): return self.file.seek(*a)
@@ -29,7 +29,7 @@ try:
         if way == "class": tensorizer.TensorDeserializer(Slow(), "cpu")
         elif way == "verify": tensorizer.load(path, verify_hash=True)
         elif way == "operator": torch.ops.tensorizer.load(path)
-        elif way == "save": tensorizer.save({"a": torch.ones(1 << 24)}, path + ".saved")
+        elif way == "save": tensorizer.save({"a": torch.ones(1 << 22)}, path + ".saved")
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 except RuntimeError as error:
@@ -44,8 +44,8 @@ print("usable", flush=True)
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     path = tmp_path_factory.mktemp("large") / "f.tensors"
-    tensors = {str(i): torch.full((1 << 20,), float(i)) for i in range(100)}
-    tensors["giant"] = torch.arange(80 << 20, dtype=torch.uint8)
+    tensors = {str(i): torch.full((1 << 20,), float(i)) for i in range(24)}
+    tensors["giant"] = torch.arange(16 << 20, dtype=torch.uint8)
     tensorizer.save(tensors, path)
     return path
 
@@ -72,7 +72,7 @@ import os, sys, tensorizer, torch
 path = sys.argv[1]
 expected = tensorizer.load(path, verify_hash=True) if sys.argv[2] == "after a load" else None
 lazy = tensorizer.TensorDeserializer(path, "cpu", lazy_load=True)
-for _ in range(3):
+for _ in range(2):
     pid = os.fork()
     if pid == 0:
         try:
@@ -99,21 +99,30 @@ def test_a_forked_child_can_load(when, large):
 def test_the_gil_is_free_during_a_load(large):
     """Another thread gets on while the core reads and hashes."""
     code = """
-import sys, threading, tensorizer
-count, stop = [0], threading.Event()
+import sys, threading, time, tensorizer
+# Nothing takes the GIL from a thread that does not release it.
+sys.setswitchinterval(1000)
+count, stop = 0, False
 def spin():
-    while not stop.is_set(): count[0] += 1
+    global count
+    while not stop:
+        count += 1
+        time.sleep(0)
 thread = threading.Thread(target=spin)
 thread.start()
-before = count[0]
-for _ in range(3): tensorizer.load(sys.argv[1], verify_hash=True)
-during = count[0] - before
-stop.set(); thread.join()
+during = 0
+for _ in range(100):
+    before = count
+    tensorizer.load(sys.argv[1], verify_hash=True)
+    during += count - before
+    if during > 5000: break
+stop = True
+thread.join()
 print(during)
 """
     done = run_python(code, large)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 50_000
+    assert int(done.stdout) > 5000
 
 
 IMPORT = """
@@ -132,7 +141,7 @@ print(json.dumps({
 
 def test_the_import_is_light():
     """The import adds no heavy modules, which are what makes an import slow."""
-    done = run_python(IMPORT, imported=False)
+    done = run_python(IMPORT, fresh=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not found["cuda"]
@@ -152,14 +161,16 @@ def test_the_import_is_light():
 
 
 MINOR = """
-import torch
+import sys, torch
+for name in [name for name in sys.modules if name.startswith("tensorizer")]:
+    del sys.modules[name]
 torch.__version__ = "2.10.1+cpu"
 import tensorizer
 """
 
 
 def test_another_torch_than_the_one_built_against():
-    done = run_python(MINOR, imported=False)
+    done = run_python(MINOR)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     minor = ".".join(torch.__version__.split(".")[:2])
@@ -181,7 +192,7 @@ torch.ones(1 << 20, dtype=torch.int64).sum()
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
 if sys.argv[2] == "save":
-    big = torch.ones(100 << 20)
+    big = torch.ones(25 << 20)
     before = peak()
     view = big.view(10 << 10, -1)
     tensorizer.save({"big": big, "strided": view[:64].t()}, sys.argv[1] + ".saved")
@@ -219,7 +230,7 @@ print(full - resident(), kept.unique().tolist())
     done = run_python(code, large, mmap)
     assert done.returncode == 0, done.stderr
     released, kept = done.stdout.split(maxsplit=1)
-    assert int(released) > 440 << 20
+    assert int(released) > 90 << 20
     assert kept.strip() == "[5.0]"
 
 
@@ -233,7 +244,7 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 try:
     threading.Thread(target=print).start()
 except RuntimeError:
-    assert len(tensorizer.load(file, verify_hash=True)) == 101
+    assert len(tensorizer.load(file, verify_hash=True)) == 25
     print("loaded")
 """
     done = run_python(code, large)
@@ -258,11 +269,11 @@ def test_many_threads_load_at_once(large):
     assert all(torch.equal(result["giant"], results[0]["giant"]) for result in results)
 
 
-def test_more_tensors_one_by_one_than_a_process_may_have_mappings(tmp_path):
-    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
-    block = torch.arange(70_000 * 300).view(70_000, 300)
+def test_tensors_one_by_one_share_their_mappings(tmp_path):
+    """A process may have about 65,000, and a file may have more tensors."""
+    block = torch.arange(5000 * 300).view(5000, 300)
     tensorizer.save({str(i): row for i, row in enumerate(block)}, tmp_path / "f")
+    before = len(Path("/proc/self/maps").read_text().splitlines())
     with tensorizer.TensorDeserializer(tmp_path / "f", "cpu", lazy_load=True, mmap=True) as file:
-        assert len(file) > limit
         assert all(torch.equal(file[str(i)], row) for i, row in enumerate(block))
-        assert len(Path("/proc/self/maps").read_text().splitlines()) < limit // 10
+        assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import tensorizer
 import torch
-from conftest import run_python, start_python
+from processes import run_python, start_python
 from tensorizer import TensorDeserializer, stats
 from tensorizer.file import progress
 

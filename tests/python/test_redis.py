@@ -10,7 +10,8 @@ import pytest
 import redis
 import tensorizer
 import torch
-from conftest import OLD_PYTHON, assert_same, run_python
+from conftest import OLD_PYTHON, assert_same
+from processes import run_python
 from scripted import Forwarder
 from servers import Redis, free_port
 from tensorizer import TensorDeserializer
@@ -296,7 +297,8 @@ def test_a_file_that_was_replaced_is_not_copied(client, path):
         loaded.to_redis(client, "m")
 
 
-def test_an_unreachable_server_raises_connection_error(client):
+def test_an_unreachable_server_raises_connection_error(client, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "1")
     with pytest.raises(ConnectionError, match="m"):
         tensorizer.load(f"redis://127.0.0.1:{free_port()}/m", "cpu")
 
@@ -365,7 +367,7 @@ def test_attempts_are_bounded(server, client, path, monkeypatch):
 
 def test_a_server_that_says_nothing(client, monkeypatch):
     monkeypatch.setenv("TENSORIZER_CONNECT_SECONDS", "0.2")
-    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
+    monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "1")
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
         tensorizer.load(f"redis://127.0.0.1:{silent.getsockname()[1]}/m", "cpu")
 
@@ -418,7 +420,7 @@ def test_secrets_are_not_shown(server, client):
         "except OSError as e: print(repr(e))"
     )
     address = f"redis://default:hidden-hu5hw0rd@127.0.0.1:{free_port()}/m?db=1"
-    done = run_python(code, address)
+    done = run_python(code, address, env=os.environ | {"TENSORIZER_TOTAL_SECONDS": "1"})
     assert done.returncode == 0, done.stderr
     assert "127.0.0.1" in done.stdout
     assert "hidden" not in done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """Calls from signal handlers in the middle of native calls: errors, and no deadlocks."""
 
 import pytest
-from conftest import run_python
+from processes import run_python
 
 #: A file object that raises an alarm in its first write, of which the handler calls `again`.
 SAVE = """

@@ -6,7 +6,8 @@ import os
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import assert_same
+from processes import run_python
 from scripted import Relay, Scripted
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import open_stream

@@ -9,8 +9,9 @@ import pytest
 import secret_words
 import tensorizer
 import torch
-from conftest import COMMAND, assert_same
+from conftest import assert_same
 from internet import EU, OTHER, READ, US, WRITE, Internet
+from processes import COMMAND
 from scripted import Relay, Scripted
 from tensorizer import stream_io
 from tensorizer.stream_io import CAInfo, open_stream, s3_download, s3_upload

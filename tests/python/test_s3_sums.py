@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError
 from scripted import Relay
 
 #: Several parts of 8 MiB.
-LARGE = {"a": torch.arange(4_000_000), "b": torch.ones(3)}
+LARGE = {"a": torch.arange(3_200_000), "b": torch.ones(3)}
 SMALL = {"a": torch.arange(10)}
 UNKNOWN = b"<Error><Code>InvalidArgument</Code><Message>Checksum algorithm</Message></Error>"
 

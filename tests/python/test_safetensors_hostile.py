@@ -7,8 +7,8 @@ import struct
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
 from packing import FILES, feeding, info, pack
+from processes import run_python
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from scripted import FaultServer

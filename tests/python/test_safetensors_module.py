@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import assert_same
+from processes import run_python
 from safetensors_library import FILES, assert_like, make, result_of, theirs
 from tensorizer import safetensors as ours
 from tensorizer.file.open_file import OpenFile
@@ -56,6 +57,7 @@ def test_the_names_and_parameters_are_those_of_the_library():
 def test_without_the_library():
     code = """
 import sys
+assert not {"safetensors", "tensorizer.safetensors"} & sys.modules.keys()
 sys.modules["safetensors"] = None
 import torch, tensorizer.safetensors as ours
 path = sys.argv[1]
@@ -74,7 +76,7 @@ try:
 except ImportError:
     print("done")
 """
-    done = run_python(code, f"/dev/shm/{os.getpid()}.safetensors", imported=False)
+    done = run_python(code, f"/dev/shm/{os.getpid()}.safetensors")
     Path(f"/dev/shm/{os.getpid()}.safetensors").unlink()
     assert done.stdout == "done\n", done.stderr
 

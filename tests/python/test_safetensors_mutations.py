@@ -15,7 +15,7 @@ from tensorizer import FormatError
 
 #: Files of each test, and the seeds of its mutations.
 COUNT = 800
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (1, 2))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 #: Small files, so that changes hit something.
 BASES = [
     pack_tensors(

@@ -10,7 +10,7 @@ import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import start_python
+from processes import start_python
 from tensorizer.distributed import Reader, Writer
 from tensorizer.streams import targets
 from torch.distributed.checkpoint.planner import SavePlan

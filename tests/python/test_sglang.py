@@ -13,7 +13,7 @@ import pytest
 import sglang_stub
 import tensorizer
 import torch
-from conftest import run_python
+from processes import run_python
 from scripted import FaultServer
 from test_vllm import KINDS, assert_loaded, write
 from vllm_stub import Model

@@ -8,8 +8,8 @@ import threading
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
 from packing import feeding, info, pack
+from processes import run_python
 from safetensors.torch import save_file
 from servers import Nginx
 from tensorizer import FormatError, TensorDeserializer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
+from processes import run_python
 from servers import Nginx
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
 from tensorizer.file.open_file import OpenFile

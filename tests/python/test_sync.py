@@ -7,8 +7,8 @@ import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import run_python
 from dcp_planners import fails
+from processes import run_python
 from tensorizer.distributed import Reader
 from tensorizer.torch_compat import tensorizer_loading
 

@@ -14,7 +14,7 @@ from tensorizer import FormatError
 
 ops = torch.ops.tensorizer
 #: Seeds of the mutations.
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (1, 2, 3))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))]
 
 
 def test_the_archive_itself_is_right():

@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 
-import forked_python
 import pytest
-from conftest import OLD_PYTHON, ROOT, forks
+from conftest import OLD_PYTHON, ROOT
+from processes import run_python
 
 TRUST = ROOT / "tests/trust"
 sys.path.insert(0, str(TRUST))
@@ -22,23 +22,11 @@ SHARES = {"hostile files": 40, "hostile servers": 4, "old package": 20, "faults"
 ROWS = [row for row in run.campaigns([]) if row.get("needs") == ["python"]]
 
 
-@pytest.fixture(scope="session")
-def old_python(tmp_path_factory):
-    """A Python with the old package, which forks interpreters."""
-    if not OLD_PYTHON.exists():
-        return OLD_PYTHON
-    path = tmp_path_factory.mktemp("old") / "python"
-    forked_python.write(path, forks(str(OLD_PYTHON)))
-    return path
-
-
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
-def test_a_share(row, python, old_python, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_OLD_PYTHON", str(old_python))
-    # Interpreters are to end in the one about load, which those that are forked do not.
-    program = sys.executable if row["name"] == "load" else python
-    command = row["command"].replace("{python}", str(program))
+def test_a_share(row, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_OLD_PYTHON", str(OLD_PYTHON))
+    command = row["command"].replace("{python}", sys.executable)
     said = run.run(row | {"command": f"{command} --inputs {SHARES[row['name']]}"}, 60, 0)
     if "skipped" in said:
         if os.environ.get("CI"):
@@ -154,7 +142,7 @@ How it does that.
 """
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize("package", ["memmap2", "never-heard-of"])
 def test_an_advisory_is_found(package, tmp_path):
     """In a database that stands in for RustSec's."""
@@ -189,11 +177,10 @@ def test_an_advisory_is_found(package, tmp_path):
         ("save, stream", "fcntl 0"),
     ],
 )
-def test_past_defects_at_failing_system_calls_stay_fixed(kind, call, python):
-    done = subprocess.run(
-        [python, TRUST / "call_faults.py", "--jobs", "1", "--only", kind, "--call", call],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+def test_past_defects_at_failing_system_calls_stay_fixed(kind, call):
+    code = f"import runpy, sys\nsys.path.insert(0, {str(TRUST)!r})\n"
+    code += "runpy.run_module('call_faults', run_name='__main__')\n"
+    done = run_python(code, "--jobs", "1", "--only", kind, "--call", call)
     said = json.loads(done.stdout.splitlines()[-1])
     if "skipped" in said:
         pytest.skip(said["skipped"])
@@ -271,9 +258,9 @@ scenes.LOADS[:] = [scenes.Load("eager", scenes.once(scenes.save_path), load)]
 }
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize("campaign", BROKEN)
-def test_each_campaign_finds_a_planted_defect(campaign, python):
+def test_each_campaign_finds_a_planted_defect(campaign):
     code = f"import sys\nsys.path.insert(0, {str(TRUST)!r})\n"
     code += BROKEN[campaign] + f"\n{campaign}.main()"
     only = {"power": ["--only", "over", "--inputs", "20"],
@@ -285,7 +272,7 @@ def test_each_campaign_finds_a_planted_defect(campaign, python):
             "children": ["--inputs", "20"],
             "call_faults": ["--only", "eager", "--call", "preadv 1 EIO"]}  # fmt: skip
     done = subprocess.run(
-        [python, "-c", code, *only[campaign]],
+        [sys.executable, "-c", code, *only[campaign]],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     said = json.loads(done.stdout.splitlines()[-1])

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import files, run_python, start_python
+from conftest import files
 from pairs import load, save
+from processes import run_python, start_python
 from tensorizer.checkpoints import pairs
 
 NAMES = ["state.pt", "state.pt.tensors"]

@@ -7,7 +7,8 @@ import os
 import pytest
 import tensorizer
 import torch
-from conftest import assert_same, run_python
+from conftest import assert_same
+from processes import run_python
 from tensorizer import TensorSerializer
 from tensorizer.stream_io import open_stream
 
@@ -20,7 +21,6 @@ def forget(target, tensors=NEW):
     serializer.write_state_dict(tensors)
     with pytest.warns(RuntimeWarning) as warned:
         del serializer
-        gc.collect()
     return [str(warning.message) for warning in warned]
 
 

@@ -7,7 +7,7 @@ from scripted import Relay
 from tensorizer.stream_io import open_stream
 
 #: Several parts of 8 MiB.
-LARGE = {"a": torch.arange(4_000_000), "b": torch.ones(3)}
+LARGE = {"a": torch.arange(2_500_000), "b": torch.ones(3)}
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import pytest
 import tensorizer
 import torch
 import vllm_stub
-from conftest import run_python
 from packaging.version import Version
+from processes import run_python
 from scripted import FaultServer
 from vllm_stub import Model
 

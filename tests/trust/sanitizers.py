@@ -195,14 +195,13 @@ KINDS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--required", action="store_true", help="fail where it cannot be run")
     arguments = parser.parse_args()
     name, why_not, run = KINDS[arguments.kind]
     began = time.monotonic()
     missing = why_not()
     if missing or run is None:
         print(json.dumps({"campaign": name, "skipped": missing}))
-        sys.exit(arguments.required)
+        sys.exit()
     inputs, findings = run()
     what = {memcheck: "round trips", cpp: "checks"}.get(run, "tests")
     print(json.dumps({

@@ -1,15 +1,36 @@
 """Loads of a file that is not in the page cache, by several processes of one machine."""
 
+import ctypes
+import mmap
 import os
+import time
 
 from ranks.common import dist, group, tensorizer, torch
+
+
+def pages_in_memory(file):
+    """Return how many pages of a file are in the page cache."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        found = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
+        size = ctypes.c_size_t(len(mapping))
+        assert ctypes.CDLL(None).mincore(ctypes.byref(first), size, found) == 0
+        del first
+    return sum(one & 1 for one in found)
 
 
 def forget(path):
     """Take a file out of the page cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        until = time.monotonic() + 60
+        while True:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            # The kernel leaves pages that it uses itself at this moment.
+            if not pages_in_memory(file):
+                break
+            assert time.monotonic() < until, f"{path} stays in the page cache"
+            time.sleep(0.01)
 
 
 def bytes_from_disk():

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 #: Ways to distribute the parameters of a model.
 KINDS = ("plain", "fsdp", "hsdp", "tp", "both")
 #: Seconds that a rank waits for others, unless a program says otherwise.
-WAIT = 30
+WAIT = 60
 
 
 @contextlib.contextmanager

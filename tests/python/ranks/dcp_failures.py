@@ -33,7 +33,7 @@ def state_of(rank, world, value, columns=1000):
 
 def save(folder, value, columns=1000):
     """Save; a rank with KILL_AFTER is killed so many seconds after it began."""
-    with group(5) as (rank, world):
+    with group() as (rank, world):
         state = state_of(rank, world, value, columns)
         after = os.environ.get("KILL_AFTER")
         if after:

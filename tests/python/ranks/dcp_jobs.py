@@ -33,7 +33,7 @@ def save(folder, columns, first, count, seconds):
     first += 1000 * int(os.environ["JOB"])
     saved, error, start = [], None, None
     try:
-        with group(10) as (rank, world):
+        with group() as (rank, world):
             after = os.environ.get("KILL_AFTER")
             if after:
                 threading.Timer(float(after), os.kill, (os.getpid(), signal.SIGKILL)).start()

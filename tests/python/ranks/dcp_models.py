@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 #: Seconds that a rank waits for another.
-GLOO_TIMEOUT = 15
+GLOO_TIMEOUT = 60
 #: Ways to distribute the parameters.
 KINDS = ("plain", "fsdp", "tp", "both")
 

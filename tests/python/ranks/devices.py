@@ -4,6 +4,7 @@ import ctypes
 import datetime
 
 from ranks.common import (
+    WAIT,
     Shard,
     assert_equal,
     counting_shares,
@@ -25,7 +26,7 @@ def load(folder, backend):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=WAIT))
     uri, _, _ = of_kind(folder, "tensors")
     made = large()
 
@@ -65,11 +66,11 @@ def over_the_bus(folder, backend):
     fetch_together()
     copied = getattr(ctypes.CDLL(None), "fake_cuda_stat", lambda _: 0)
     copied.restype, copied.argtypes = ctypes.c_uint64, [ctypes.c_char_p]
-    rank, uri, wanted = int(os.environ["RANK"]), f"{folder}/bus.tensors", 48 << 20
+    rank, uri, wanted = int(os.environ["RANK"]), f"{folder}/bus.tensors", 12 << 20
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=WAIT))
     if rank == 0:
-        tensorizer.save({f"w{n}": torch.full((1 << 20,), float(n)) for n in range(12)}, uri)
+        tensorizer.save({f"w{n}": torch.full((1 << 18,), float(n)) for n in range(12)}, uri)
     dist.barrier()
     read, before = counting_shares(), copied(b"bytes copied")
     found = tensorizer.load(uri, "cuda", group=dist.group.WORLD)
@@ -77,7 +78,7 @@ def over_the_bus(folder, backend):
     sent = copied(b"bytes copied") - before
     for name, tensor in found.items():
         assert tensor.is_cuda
-        assert_equal(tensor, torch.full((1 << 20,), float(name.removeprefix("w"))), name)
+        assert_equal(tensor, torch.full((1 << 18,), float(name.removeprefix("w"))), name)
     dist.barrier()
     dist.destroy_process_group()
     return wanted, sum(read), sent

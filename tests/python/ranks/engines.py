@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from ranks.common import counting_shares, dist, group, torch
 
-#: Tensors of 4 MiB each; some of them are of experts.
+#: Tensors of 1 MiB each; some of them are of experts.
 NAMES = [*(f"model.layers.{n}.weight" for n in range(8)),
          *(f"model.layers.8.experts.{n}.weight" for n in range(8))]  # fmt: skip
 
@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
 def checked(model):
     """Return the names of the weights that a model has got, all of which are right."""
     for name, tensor in model.found.items():
-        assert tensor.shape == (1024, 1024) and (tensor == value(name)).all(), name
+        assert tensor.shape == (512, 512) and (tensor == value(name)).all(), name
     return sorted(model.found)
 
 

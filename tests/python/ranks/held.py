@@ -54,17 +54,17 @@ def same(model, whole, what):
 def after_a_forward_pass(folder):
     """Loads reach the parameters that stay, of the whole model and of each part of it."""
     with group():
-        for reshard in (True, False, 2):
-            for way in WAYS:
-                for at in ("", "0", "0.1", "1"):
-                    what = (reshard, way, at)
-                    model, whole = used(whole_of(1), reshard), whole_of(1)
-                    part = whole_of(2).get_submodule(at)
-                    path = saved(folder, part, "part")
-                    whole.get_submodule(at).load_state_dict(part.state_dict())
-                    with TensorDeserializer(path, "cpu", **way) as file:
-                        file.load_into_module(model.get_submodule(at), strict=True)
-                    same(model, whole, what)
+        for turn, reshard in enumerate((True, False, 2)):
+            # Each part comes in each way, and with each setting.
+            for number, at in enumerate(("", "0", "0.1", "1")):
+                what = (reshard, way := WAYS[(turn + number) % 3], at)
+                model, whole = used(whole_of(1), reshard), whole_of(1)
+                part = whole_of(2).get_submodule(at)
+                path = saved(folder, part, "part")
+                whole.get_submodule(at).load_state_dict(part.state_dict())
+                with TensorDeserializer(path, "cpu", **way) as file:
+                    file.load_into_module(model.get_submodule(at), strict=True)
+                same(model, whole, what)
 
 
 def saves_after_a_forward_pass(folder):

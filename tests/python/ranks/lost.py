@@ -34,6 +34,13 @@ SHORT_BATCH = 1 << 12
 WAIT = 10
 
 
+def wait_at_most(seconds):
+    """Have ranks wait so long for each other from now on: all of them have come."""
+    dist.barrier()
+    limit = datetime.timedelta(seconds=seconds)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+
+
 def on_the_way(function, number, act):
     """Do something before the ``number``-th batch that a function of this rank gets."""
     own, count = getattr(Exchange, function), iter(range(1 << 30))
@@ -211,8 +218,12 @@ def killed(folder, how, victim, where, wait=WAIT):
     """Lose a rank in a load: before or while a block is read, between two, or inside one."""
     fetch_together(BATCH)
     uri = f"{folder}/g.tensors"
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=wait))
+    dist.init_process_group("gloo")
+    wait_at_most(wait)
     place, number, by_columns = where
+    if how == "SIGSTOP" and victim == 0:
+        # The others would look for it that long in the store, which it hosts.
+        connections._SEARCH_SECONDS = 1.0
     if dist.get_rank() == victim:
 
         def act():
@@ -231,8 +242,9 @@ def killed_before(folder, how):
     """Lose rank 2 before it comes to the call."""
     fetch_together(BATCH)
     uri = f"{folder}/g.tensors"
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+    dist.init_process_group("gloo")
     works(uri)
+    wait_at_most(3)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), getattr(signal, how))
         time.sleep(8)
@@ -250,7 +262,8 @@ def interrupted(folder, turns):
     uri = f"{folder}/g.tensors"
     found = []
     meet = connections.CallSequence._meet
-    with group(WAIT) as (rank, world):
+    with group() as (rank, world):
+        wait_at_most(WAIT)
         store = dist.distributed_c10d._get_default_store()
         for turn in range(turns):
             kill = (0.002 + 0.008 * (turn // world), os.kill, (os.getpid(), signal.SIGINT))
@@ -295,7 +308,8 @@ def interrupted_at_lines(folder, step):
     others cannot know of what happens before the call has begun. Every second call makes new
     connections, which are opened when they are first used.
     """
-    fetch_together(BATCH)
+    # Three batches: more of them would have the same lines again and again.
+    fetch_together(1 << 17)
     uri = f"{folder}/g.tensors"
     files = {connections.__file__, members.__file__}
     begun = threading.Event()
@@ -323,7 +337,8 @@ def interrupted_at_lines(folder, step):
         return trace, where
 
     found = []
-    with group(WAIT) as (rank, world):
+    with group() as (rank, world):
+        wait_at_most(WAIT)
         store = dist.distributed_c10d._get_default_store()
         works(uri)
         for number in itertools.count(0, step):
@@ -380,26 +395,35 @@ def connecting(folder):
 
 
 def late(folder):
-    """Ctrl-C at a rank that waits for others to come, which come a second later."""
+    """Ctrl-C at a rank that waits for others to come, which come when its call has ended."""
     fetch_together(BATCH)
     uri = f"{folder}/g.tensors"
+    meet = connections.CallSequence._meet
+
+    def begin(*args):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return meet(*args)
+
     with group() as (rank, _):
         works(uri)
+        store = dist.distributed_c10d._get_default_store()
         if rank == 0:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            connections.CallSequence._meet = begin
         else:
-            time.sleep(0.8)
+            store.wait(["interrupted"], datetime.timedelta(seconds=60))
         begun = time.monotonic()
         found = [*caught(lambda: load(uri)), time.monotonic() - begun]
+        connections.CallSequence._meet = meet
+        store.set("interrupted", "")
         works(uri)
         return found
 
 
 def save(folder, how):
     """Lose rank 2 in the middle of a save."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=WAIT))
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    made = {f"t{n}": placed(torch.full((64, 1 << 16), float(n)), mesh, [Shard(0)])
+    made = {f"t{n}": placed(torch.full((64, 1 << 12), float(n)), mesh, [Shard(0)])
             for n in range(12)}  # fmt: skip
     if dist.get_rank() == 2:
         full, count = torch.distributed.tensor.DTensor.full_tensor, iter(range(100))

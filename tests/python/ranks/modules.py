@@ -1,6 +1,7 @@
 """Loads into modules whose parameters are DTensors."""
 
 import io
+import itertools
 import warnings
 from pathlib import Path
 
@@ -42,35 +43,32 @@ def write(folder):
         tensorizer.save(state, f"{folder}/{name}.safetensors")
 
 
-def kinds_here():
-    """Return the ways to cut a model that so many ranks have."""
-    few = dist.get_world_size() < 4
-    return [kind for kind in KINDS if not (few and kind in ("both", "hsdp"))]
+def load(folder, endings):
+    """Load models of every kind, on meta and not, lazily and not; return how many of each format.
 
-
-def load(folder, ending, **options):
-    """Load models of every kind, on meta and not, lazily and not."""
+    Those of the first format in all ways, and of the others in one way of each kind.
+    """
     done = []
     whole, numbers = whole_net(), torch.arange(11)
+    ways = list(itertools.product((False, True), repeat=2))
+    cases = [(kind, *way, endings[0]) for kind in KINDS for way in ways]
+    for at, ending in enumerate(endings[1:]):
+        cases += [(kind, *ways[(at + n) % 4], ending) for n, kind in enumerate(KINDS)]
     with group(), torch.no_grad():
-        for kind in kinds_here():
-            for meta in (False, True):
-                for lazy in (False, True):
-                    what = (kind, meta, lazy, ending)
-                    net = net_of(kind, meta=meta)
-                    before = dict(net.named_parameters()) | dict(net.named_buffers())
-                    file = TensorDeserializer(
-                        f"{folder}/net.{ending}", "cpu", lazy_load=lazy, **options
-                    )
-                    count = file.load_into_module(net, strict=True)
-                    assert count == len(whole.state_dict()) - (ending == "safetensors"), what
-                    check(net, whole, before, meta, what)
-                    if kind != "tp":  # that has no plan for all layers
-                        assert torch.allclose(net(numbers), whole(numbers), atol=1e-5), what
-                        # After the first pass, FSDP2 has what it needs of its parameters.
-                        again(f"{folder}/other.{ending}", net, lazy, options, what)
-                    done.append(what)
-    return len(done)
+        for what in cases:
+            kind, meta, lazy, ending = what
+            net = net_of(kind, meta=meta)
+            before = dict(net.named_parameters()) | dict(net.named_buffers())
+            file = TensorDeserializer(f"{folder}/net.{ending}", "cpu", lazy_load=lazy)
+            count = file.load_into_module(net, strict=True)
+            assert count == len(whole.state_dict()) - (ending == "safetensors"), what
+            check(net, whole, before, meta, what)
+            if kind != "tp":  # that has no plan for all layers
+                assert torch.allclose(net(numbers), whole(numbers), atol=1e-5), what
+                # After the first pass, FSDP2 has what it needs of its parameters.
+                again(f"{folder}/other.{ending}", net, lazy, what)
+            done.append(ending)
+    return [done.count(ending) for ending in endings]
 
 
 def check(net, whole, before, meta, what):
@@ -90,10 +88,10 @@ def check(net, whole, before, meta, what):
     assert not net.norm.weight.requires_grad, what
 
 
-def again(uri, net, lazy, options, what):
+def again(uri, net, lazy, what):
     """Load other values into a model that was used, and use it."""
     other, numbers = whole_net(5), torch.arange(11)
-    TensorDeserializer(uri, "cpu", lazy_load=lazy, **options).load_into_module(net)
+    TensorDeserializer(uri, "cpu", lazy_load=lazy).load_into_module(net)
     assert_same_state(net, other, what)
     assert torch.allclose(net(numbers), other(numbers), atol=1e-5), what
 
@@ -166,7 +164,7 @@ def dtypes(folder):
 def only_the_own_bytes(folder):
     """Count what is read: the parts of this rank, and what it has as a whole."""
     with group():
-        for kind in kinds_here():
+        for kind in KINDS:
             net = net_of(kind, meta=True)
             every = [*net.named_parameters(remove_duplicate=False), *net.named_buffers()]
             expected = sum(

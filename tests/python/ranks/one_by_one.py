@@ -102,7 +102,7 @@ def closed_by_another_thread(folder, rounds):
             thread.start()
             while iterator._waiting_thread is None and thread.is_alive():
                 time.sleep(0)
-            time.sleep(5e-4 * number)
+            time.sleep(1e-3 * number)
             iterator.close()
             thread.join()
             # Only now does the other rank ask for tensors.
@@ -180,7 +180,7 @@ def errors(folder):
 def killed(folder):
     """Lose rank 1 between two tensors."""
     fetch_together(BATCH)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     uri, _, _ = of_kind(folder, "tensors")
     iterator = iterate(uri)
     next(iterator)

@@ -18,6 +18,7 @@ from ranks.common import (
     tensorizer,
     torch,
 )
+from ranks.lost import wait_at_most
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -108,7 +109,7 @@ def shapes(folder):
 def refused(folder):
     """Return what each rank says, by what is wrong."""
     found = {}
-    with group(4) as (rank, world):
+    with group() as (rank, world):
         mesh = init_device_mesh("cpu", (world,))
         good = {"x": placed(torch.ones(8, 3), mesh, [Shard(0)])}
         other = {"x" if rank != 1 else "y": good["x"]}
@@ -134,9 +135,10 @@ def refused(folder):
         tensorizer.save(good, f"{folder}/well.tensors")
         same(f"{folder}/well.tensors", {"x": torch.ones(8, 3)})
         # A call that one of them does not make, last: the others wait, and it does for them.
+        wait_at_most(2)
         found["one"] = caught(
             lambda: module(f"{folder}/file/x.tensors" if rank == 1 else f"{folder}/one.tensors")
         )
         if rank == 1:
-            time.sleep(3)
+            time.sleep(2)
     return found
