@@ -33,7 +33,7 @@ NEEDS = $(if $(wildcard $(STAMPS)/built),,$(eval MISSING := $(shell sh tests/pac
 # What can be compiled without torch is while that is fetched.
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
-.PHONY: demo test test-beside test-rust test-python test-cuda test-long test-rust-long test-flaky test-other-torch test-vllm test-frameworks check-aarch64 \
+.PHONY: demo test test-beside test-rust test-python test-pages test-cuda test-long test-rust-long test-flaky test-other-torch test-vllm test-frameworks check-aarch64 \
   trust lint docs docs-serve packages bench bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
@@ -124,6 +124,11 @@ WHICH ?= -m "not long"
 AT_ONCE = --dist worksteal --numprocesses
 test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old $(STAMPS)/clouds
 	$(BIN)/python -m pytest $(AT_ONCE) $(WORKERS) $(WHICH) $(PYTEST)
+
+# The examples, those of the pages, and the messages of the build: all marked `long`.
+PAGES = $(addprefix tests/python/test_,docs.py examples.py build.py frameworks.py)
+test-pages: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/clouds
+	$(BIN)/python -m pytest $(AT_ONCE) 2 -m long $(PAGES)
 
 # The tests for GPUs on the emulated CUDA, and those marked `device` once more, through it; build.sh
 # says why and exits with 77 where torch is of another build than the one that it emulates.
@@ -282,7 +287,7 @@ $(STAMPS)/clouds: $(STAMPS)/venv
 
 # The clouds' own clients, in that environment, whose packages come first where they are measured.
 $(STAMPS)/bench-clouds: $(STAMPS)/bench $(STAMPS)/clouds
-	$(INSTALL) $(CLOUDS)/bin/python google-cloud-storage gcsfs azure-storage-blob adlfs aiohttp obstore
+	$(INSTALL) $(CLOUDS)/bin/python google-cloud-storage azure-storage-blob obstore
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/torch
@@ -303,7 +308,7 @@ $(STAMPS)/docs: $(STAMPS)/venv
 
 $(STAMPS)/bench: $(STAMPS)/torch
 	$(INSTALL) $(BIN)/python $$(grep -v -e '^#' -e '^instanttensor' benchmarks/peers.txt) redis hiredis \
-	  "transformers>=5" boto3
+	  "transformers>=5" boto3 requests pytest filelock psutil
 	touch $@
 
 # The old package in an environment of its own, which borrows torch from the other one.

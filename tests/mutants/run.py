@@ -150,7 +150,7 @@ def by_python(tree: Path, tests: list[str], number: int) -> str | None:
     there = [test for test in tests if (tree / test.partition("::")[0]).exists()]
     if not there:
         return None
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not extended"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long"]
     command = [str(tree / ".venv/bin/python"), "-m", "pytest", *options, "--tb=no", *there]
     code, output = run(tree, command, number)
     if code in (0, *NO_TESTS):

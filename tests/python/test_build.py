@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+pytestmark = pytest.mark.long
+
 #: The minor of torch in this environment.
 MINOR = ".".join(torch.__version__.split(".")[:2])
 

@@ -20,6 +20,8 @@ from conftest import ROOT, assert_same
 from servers import free_port
 from tensorizer import CryptographyError, DecryptionParams, HashMismatchError, TensorDeserializer
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = ROOT / "examples"
 
 

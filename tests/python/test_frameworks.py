@@ -7,6 +7,8 @@ import torch
 from conftest import assert_same
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
+pytestmark = pytest.mark.long
+
 STEPS, RESUMED_FROM = 6, 3
 
 
