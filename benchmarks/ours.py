@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.case import Engine, Given, Pairs, Tensors
+from harness.case import Engine, Given, Pairs, Tensors, program
 from harness.files import KEY, as_adam, from_adam, named, sync
 
 OLD = "tensorizer 2.12.1"
@@ -238,6 +238,12 @@ def state_then_transformers(given: Given) -> Tensors:
     return named(model)
 
 
+def with_curl(given: Given) -> None:
+    """Look for the program with which the predecessor reads from servers."""
+    if "://" in given.base:
+        program("curl")
+
+
 def old(engine: Engine) -> Engine:
     """Return the same engine of the package's predecessor, which does not sync what it saves."""
 
@@ -246,8 +252,9 @@ def old(engine: Engine) -> Engine:
         sync(given.out)
 
     name = engine.name.replace("tensorizer", OLD, 1)
-    run = synced if engine.saved is not None else engine.run
-    return replace(engine, name=name, site="old", run=run)
+    if engine.saved is not None:
+        return replace(engine, name=name, site="old", run=synced)
+    return replace(engine, name=name, site="old", before=engine.before or with_curl)
 
 
 TENSORIZER = Engine("tensorizer", deserializing())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.case import INDEX, Engine, Given, Pairs, Tensors
+from harness.case import INDEX, Engine, Given, Pairs, Tensors, program
 from harness.files import as_adam, from_adam, named, own, sync
 
 CORES = str(os.cpu_count())
@@ -157,7 +157,7 @@ def fetched(load: Callable[[list[str]], Tensors], *more: str) -> Callable[[Given
             paths = [f"{kept}/{url.rpartition('/')[2]}" for url in urls]
             pairs = zip(paths, urls, strict=True)
             arguments = [part for path, url in pairs for part in ("--output", path, url)]
-            command = ["curl", "--fail", "--parallel", "--parallel-immediate"]
+            command = [program("curl"), "--fail", "--parallel", "--parallel-immediate"]
             subprocess.run([*command, *arguments], check=True, capture_output=True)
             return load(paths[: len(given.files)])
 

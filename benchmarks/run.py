@@ -7,7 +7,8 @@ A pattern is the name of a case, as `tensors/http`, or `formats/*`. `--list` sho
 `--quick` takes toy sizes and one round, to see that the programs work. `--device` measures the
 cases of a CUDA device instead of the others.
 
-The exit status is 1 if an engine failed, or loaded other bytes than were written.
+The exit status is 1 if an engine failed, or loaded other bytes than were written, or if one of this
+package could not be measured. At toy size a missing server is a failure only if `CI` is true.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import os
 import re
 import shutil
 import tempfile
@@ -43,20 +45,29 @@ class Session:
     rows: list[records.Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def case(self, case: Case) -> None:
-        """Measure a case, and print its table."""
+    def case(self, case: Case) -> bool:
+        """Measure a case, print its table, and return whether ours finished all rounds."""
         print(f"{case.name}: {case.title}", flush=True)
+        mine = [one.name for one in self.chosen(case) if is_ours(one.name)]
         try:
             rows = list(self.measured(case))
         except AbsentError as absent:
-            print(f"  not measured: {absent}")
-            return
+            print(f"  not measured: {absent}", flush=True)
+            if mine and (not self.quick or os.environ.get("CI") == "true"):
+                self.failures.append(case.name)
+            return False
+        except Exception as error:
+            print(f"  failed: {error!r}", flush=True)
+            self.failures.append(case.name)
+            return False
         for row in rows:
             if row.get("figures", {}).get("failed"):
                 self.failures.append(f"{case.name}, {row['engine']}")
         if rows:
             print(report.table(rows), flush=True)
         self.rows += rows
+        finished = {row["engine"] for row in rows if row["n"] == min(self.rounds, case.rounds)}
+        return bool(rows) and finished.issuperset(mine)
 
     def chosen(self, case: Case) -> list[Engine]:
         """Return the engines that are measured."""
@@ -155,19 +166,26 @@ def arguments() -> argparse.Namespace:
     add("--memory", type=Path, default=Path("/dev/shm/tensorizer-benchmarks"),
         help="folder of files for devices")  # fmt: skip
     options = parser.parse_args()
-    if options.record and (options.quick or options.engines):
-        parser.error("only whole cases at full size are recorded")
-    named = options.patterns or ["device/*" if options.device else "*"]
-    for pattern in named:
-        if not fnmatch.filter(ALL, pattern):
-            parser.error(f"no case is named {pattern}")
-    options.cases = [
-        case
+    sized = options.gigabytes != parser.get_default("gigabytes")
+    if options.record and (options.quick or options.engines or options.rounds < 3 or sized):
+        parser.error("only whole cases at full size, of three rounds or more, are recorded")
+    possible = {
+        case.name: case
         for case in ALL.values()
-        if case.device == options.device
-        and any(fnmatch.fnmatch(case.name, p) for p in named)
-        and not (options.quick and case.quick is None)
+        if options.list
+        or (case.device == options.device and not (options.quick and case.quick is None))
+    }
+    named = options.patterns or ["*"]
+    for pattern in named:
+        if not fnmatch.filter(possible, pattern):
+            other = ", but not with these options" if fnmatch.filter(ALL, pattern) else ""
+            parser.error(f"{'one' if other else 'no case'} is named {pattern}{other}")
+    options.cases = [
+        case for name, case in possible.items() if any(fnmatch.fnmatch(name, p) for p in named)
     ]
+    known = {one.name for case in options.cases for one in case.engines}
+    if unknown := set(options.engines) - known:
+        parser.error(f"no engine of these cases is named {', '.join(sorted(unknown))}")
     return options
 
 
@@ -192,14 +210,16 @@ def main() -> int:
     print(machine, flush=True)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, session.memory, ignore_errors=True)
+        if options.record:
+            stack.callback(report.render)
         for case in options.cases:
             before = len(session.rows)
-            session.case(case)
-            if options.record and len(session.rows) > before:
+            whole = session.case(case)
+            if options.record and whole:
                 # Case by case, so that a run that is ended keeps what it has found.
                 records.add(records.folder_of(machine), machine, session.rows[before:])
-    if options.record:
-        report.render()
+            elif options.record:
+                print("  not recorded: the old figures are kept", flush=True)
     if session.failures:
         print(f"{len(session.failures)} failed: {'; '.join(session.failures)}")
     return 1 if session.failures else 0

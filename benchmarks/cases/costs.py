@@ -57,7 +57,7 @@ def into_module(given: Given) -> Tensors:
 
 
 def named(step: int) -> Callable[[Given], Tensors]:
-    """Return a load of every so manyth tensor; 0 for only the first."""
+    """Return a load of one tensor in ``step``; 0 for only the first."""
 
     def load(given: Given) -> Tensors:
         numbers = range(0, given.model.count, step) if step else [0]
@@ -117,7 +117,7 @@ def repeated(load: Callable[[Given], Tensors]) -> Callable[[Given], Measured]:
 
 
 def plan(kind: str) -> Callable[[Given], Measured]:
-    """Return the plan of one of 512 ranks, from what these would tell each other."""
+    """Return the plan of one of 512 ranks, made from the tables that all of them send."""
 
     def run(given: Given) -> Measured:
         from tensorizer.group.wishes import Wish, merged
@@ -230,7 +230,7 @@ RANKS = (8, 64, 512)
 CASES = [
     Case("costs/tensors", "100,000 tensors of 64 bytes, nothing touched: CPU of each call", EACH,
          "100k"),
-    *(Case(f"costs/one-{size}", f"load one tensor of {size}, median of 200 loads",
+    *(Case(f"costs/one-{size}", f"load one tensor of {size.replace('-', ' ')}, median of 200 loads",
            PAIR, size) for size in ("1.0-MiB", "1.5-MiB", "2.0-MiB")),
     Case("costs/one-of-many-shards", "load one tensor of 300 shards, 100 ms away", ONE,
          "many-shards", "one", server="100 ms away", scheme="http"),

@@ -8,6 +8,7 @@ what it has loaded.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,6 +152,10 @@ def rank(name: str, saves: bool, folder: str, quick: bool) -> tuple[float, float
         cpu_seconds() - cpu,
         status("VmHWM") - memory,
     )
+    if saves:
+        # What is compared is what the files have, and not what was to be written.
+        tensors = state.make(filled=False)
+        checkpoint.load(tensors, storage_reader=BOTH[name][1](folder))
     right = all(torch.equal(found, expected) for found, expected in state.pieces(tensors))
     size = sum(one.to_local().nbytes for named in tensors.values() for one in named.values())
     return seconds, cpu, memory, right, size
@@ -160,6 +165,8 @@ def together(name: str, world: int, saves: bool) -> Callable[[Given], Measured]:
     """Return a save or load by several ranks."""
 
     def run(given: Given) -> Measured:
+        if saves:
+            os.sync()  # a save need not wait for what others have written
         found = ranks(world, rank, name, saves, f"{given.target}/checkpoint", given.quick)
         seconds, cpu, memory, right, size = zip(*found, strict=True)
         return Measured(max(seconds), sum(size), sum(cpu), {}, all(right), sum(memory))

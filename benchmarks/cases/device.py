@@ -23,14 +23,14 @@ import torch
 from harness import baselines
 from harness.case import AbsentError, Case, Engine, Given, Measured, Pairs, Tensors
 from harness.files import KEY, own, sums, sums_of, sync
-from harness.process import ROOT
+from harness.process import ROOT, have_memory
 from ours import OLD
 
 DEVICE = "cuda"
 Loader = Callable[[Given], Tensors | Pairs]
 #: The emulator's counts that become figures, and what they are divided by.
 COUNTS = {"pinned peak": ("pinned MiB", 1 << 20), "device peak": ("device MiB", 1 << 20),
-          "bus busy us": ("bus busy s", 1e6)}  # fmt: skip
+          "bus busy us": ("bus busy s", 1e6), "total calls": ("calls", 1)}  # fmt: skip
 #: Settings that a sweep tries, one at a time.
 SWEPT = {
     "TENSORIZER_STAGING_KB": (4096, 8192, 16384),
@@ -92,6 +92,8 @@ def twice(load: Loader) -> Callable[[Given], Measured]:
 
     def run(given: Given) -> Measured:
         started()
+        if emulator_counts():
+            have_memory(given.model.total)  # the emulated device's memory is that of the host
         times, figures, right, size = [], {}, True, 0
         for attempt in range(2):
             start, cpu = time.perf_counter(), time.process_time()
@@ -221,6 +223,7 @@ def saving(save: Callable[[Tensors, Path], Any], read: Callable[[Path], Tensors]
 
     def run(given: Given) -> Measured:
         started()
+        have_memory(given.model.total)
         # Small tensors share storages, of which torch.save would write all for each.
         tensors = own({n: one.to(DEVICE) for n, one in given.model.tensors().items()})
         torch.cuda.synchronize()
@@ -348,7 +351,7 @@ LOAD = engine("tensorizer", loading())
 CLONE = engine("tensorizer clone", loading(clone=True))
 PEERS = (
     engine("InstantTensor", instanttensor, "safetensors", "instanttensor"),
-    engine("safetensors prefetch", prefetch, "safetensors", "safetensors.torch"),
+    engine("safetensors prefetch", prefetch, "safetensors", "safetensors.torch", site="prefetch"),
     engine("safetensors", safetensors, "safetensors", "safetensors.torch"),
     engine("run:ai", run_ai, "safetensors", "runai_model_streamer"),
     engine("fastsafetensors", fastsafetensors, "safetensors", "fastsafetensors"),

@@ -138,7 +138,7 @@ def single(name: str, world: int, together: bool) -> Engine:
     return replace(engine(name, world, ours, together=together, loads=2), form="tensors")
 
 
-def strangers(together: bool) -> Engine:
+def without_group(together: bool) -> Engine:
     """Return an engine of three processes that load one cold file."""
     name = "tensorizer, LOCAL_WORLD_SIZE=3" if together else "tensorizer, each alone"
     env = {"LOCAL_WORLD_SIZE": "3" if together else "1"}
@@ -152,7 +152,7 @@ CASES = [
     Case("ranks/many-http", "32 ranks load 400 kB from nginx on this machine, twice", MANY[:1],
          "few", server="nginx", scheme="http"),
     Case("ranks/cold", "three processes load one file, nothing in the page cache",
-         (strangers(True), strangers(False)), cold=True),
+         (without_group(True), without_group(False)), cold=True),
     Case("device/ranks", "two ranks load from the page cache to one CUDA device",
          (engine("tensorizer group=", 2, to_device),), "ranks", device=True),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from harness.case import Engine, Given, Measured
+from harness.case import Engine, Given, Measured, program
 from harness.process import ROOT, fresh, in_threads
 
 STEP = 8 << 20
@@ -109,12 +109,12 @@ def sha256(given: Given) -> Measured:
 def secretbox(given: Given, *arguments: str) -> Measured:
     """Decrypt memory, or a file that is read, with the libsodium that is linked."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    command = "cargo build --quiet --release --workspace --example secretbox"
-    subprocess.run(command.split(), cwd=ROOT, check=True)
-    program = target / "release/examples/secretbox"
+    build = "build --quiet --release --workspace --example secretbox"
+    subprocess.run([program("cargo"), *build.split()], cwd=ROOT, check=True)
+    built = target / "release/examples/secretbox"
     size = given.file.stat().st_size
     done = subprocess.run(
-        [program, str(size), *arguments], capture_output=True, text=True, check=True
+        [built, str(size), *arguments], capture_output=True, text=True, check=True
     )
     seconds, count = done.stdout.split()
     return Measured(float(seconds), int(count))
@@ -125,7 +125,7 @@ def curl(given: Given) -> Measured:
     size = given.file.stat().st_size
     url = f"http://{given.host}/{given.file.name}"
     halves = (f"0-{size // 2 - 1}", f"{size // 2}-{size - 1}")
-    command = ["curl", "--silent", "--fail", "--output", "/dev/null", url, "--range"]
+    command = [program("curl"), "--silent", "--fail", "--output", "/dev/null", url, "--range"]
     start = time.perf_counter()
     if any(one.wait() for one in [subprocess.Popen([*command, half]) for half in halves]):
         raise RuntimeError("curl failed")

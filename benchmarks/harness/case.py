@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,19 @@ class AbsentError(Exception):
     """The engine cannot run here: a package, a program or a device is missing."""
 
 
+def program(name: str) -> str:
+    """Return the path of a program.
+
+    Raises:
+        AbsentError: It is not installed.
+
+    """
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    if found is None:
+        raise AbsentError(f"{name} is not installed")
+    return found
+
+
 @dataclass(frozen=True)
 class Engine:
     """One way to load or save; a row of a case.
@@ -125,7 +139,7 @@ class Engine:
         saved: For savers: loads what was saved, to be compared.
         touch: False if the clock stops when the call returns.
         idle: Seconds to wait before the clock starts.
-        site: The packages that come first: "old", "clouds" or "s3fs"; see ``process.py``.
+        site: The packages that come first, as "old"; see ``process.py``.
         env: Environment variables, set before anything is imported.
         part: The part of the model that it loads, if not the case's; see ``files.py``.
 

@@ -8,6 +8,7 @@ import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import sys
 import threading
@@ -27,11 +28,13 @@ HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE.parent
 OLD_PYTHON = Path(os.environ.get("TENSORIZER_OLD_PYTHON", ROOT / ".venv-old/bin/python"))
 CLOUDS = Path(os.environ.get("TENSORIZER_CLOUDS", ROOT / ".venv-clouds"))
-#: Folders of packages that come first for some engines; s3fs needs another botocore than boto3.
+#: Folders of packages that come first for some engines; s3fs needs another botocore than boto3,
+#: and the read-ahead of safetensors a version that is not released.
 SITES = {
     "old": sorted(OLD_PYTHON.parents[1].glob("lib/python*/site-packages")),
     "clouds": sorted(CLOUDS.glob("lib/python*/site-packages")),
     "s3fs": [Path(name) for name in [os.environ.get("BENCHMARK_S3FS")] if name],
+    "prefetch": [Path(name) for name in [os.environ.get("BENCHMARK_PREFETCH")] if name],
 }
 #: Modules that all processes begin with. Nothing of this package, whose import is measured.
 PRELOADED = ("torch", "torch.distributed", "cases")
@@ -131,7 +134,8 @@ def once(case: Case, engine: Engine, given: Given) -> dict[str, object]:
         given = replace(given, ready=given.model.tensors())
     if engine.saved is not None:
         os.sync()
-    have_memory(given.model.total)
+    if not case.device:
+        have_memory(given.model.total)
     time.sleep(engine.idle)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins here
     memory, cpu, start = status("VmHWM"), cpu_seconds(), time.perf_counter()
@@ -179,6 +183,7 @@ def run_one(work: str, case: str, engine: str, given: Given) -> dict[str, object
     """Find an engine by its name and run it, or its ``make``."""
     from cases import ALL
 
+    os.setsid()  # what it starts is in its group, and ends with it
     of_case = ALL[case]
     found = next(one for one in of_case.engines if one.name == engine)
     return made(found, given) if work == "make" else once(of_case, found, given)
@@ -190,7 +195,7 @@ def answer(
     function: Callable[..., Mapping[str, object]],
     arguments: tuple,
 ) -> None:
-    """Run as such a process: send the result, or the text of an error."""
+    """Call a function in a process of its own, and send the result or the text of an error."""
     os.environ.clear()
     os.environ.update(environment)
     # fastsafetensors imports tqdm, whose locks would otherwise leave named semaphores behind.
@@ -225,7 +230,7 @@ class Process:
         self, method: str, function: Callable[..., Any], *arguments: object, **more: str
     ) -> None:
         context: Any = multiprocessing.get_context(method)
-        self._receiver, sender = context.Pipe(duplex=False)
+        self.receiver, sender = context.Pipe(duplex=False)
         given = (sender, dict(os.environ) | more, function, arguments)
         self._process = context.Process(target=answer, args=given)
         self._process.start()
@@ -240,8 +245,8 @@ class Process:
 
         """
         try:
-            ready = self._receiver.poll(timeout)
-            found = self._receiver.recv() if ready else f"nothing after {timeout} seconds"
+            ready = self.receiver.poll(timeout)
+            found = self.receiver.recv() if ready else "no result in time"
         except EOFError:
             self._process.join()
             found = f"the process ended with exit code {self._process.exitcode}"
@@ -254,10 +259,13 @@ class Process:
         return found
 
     def close(self) -> None:
-        """End the process, if it has not ended."""
+        """End the process and those of its group; a rank has no group of its own."""
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
-        self._receiver.close()
+        self.receiver.close()
 
 
 def measure(
@@ -291,7 +299,12 @@ def joined(rank: int, world: int, port: int, function: Callable[..., Any], rest:
 
 
 def ranks(world: int, function: Callable[..., Any], *arguments: object) -> list[Any]:
-    """Call a function in ranks of a group of gloo, forked off this process; return all results."""
+    """Call a function in ranks of a group of gloo, forked off this process; return all results.
+
+    Raises:
+        RuntimeError: A rank failed or was too late; the others are ended.
+
+    """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -300,7 +313,14 @@ def ranks(world: int, function: Callable[..., Any], *arguments: object) -> list[
         for rank in range(world):
             started.append(Process("fork", joined, rank, world, port, function, arguments))
             stack.callback(started[-1].close)
-        return [one.result(280) for one in started]
+        found, until = {}, time.monotonic() + 280
+        while len(found) < world:
+            left = {one.receiver: n for n, one in enumerate(started) if n not in found}
+            # The first rank that fails may not be the first one, which would wait for it.
+            ready = multiprocessing.connection.wait(left, max(0.0, until - time.monotonic()))
+            for receiver in ready or left:
+                found[left[receiver]] = started[left[receiver]].result(0)
+        return [found[number] for number in range(world)]
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> float:

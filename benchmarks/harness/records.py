@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.process import ROOT
+from harness.process import ROOT, SITES
 
 Row = dict[str, Any]
 #: The machine, and the rows that were measured on it in one run.
@@ -74,7 +74,7 @@ def describe(device: bool) -> Row:
     """Return what is measured on which machine; the device is looked at if there is to be one."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    found = {
+    found: Row = {
         "date": datetime.datetime.now().isoformat(timespec="minutes"),
         "commit": commit(),
         "cpu": f"{os.cpu_count()} x {names[0] if names else platform.processor()}",
@@ -83,6 +83,9 @@ def describe(device: bool) -> Row:
         "python": platform.python_version(),
         "versions": {name: known for name in PACKAGES if (known := version(name))},
     }
+    for folder in SITES["prefetch"]:
+        for one in importlib.metadata.distributions(name="safetensors", path=[str(folder)]):
+            found["versions"]["safetensors prefetch"] = one.version
     if device:
         # In another process: one that has used a device cannot be forked.
         code = "import torch; print(torch.cuda.get_device_name())"
@@ -133,6 +136,8 @@ def add(folder: Path, machine: Row, rows: list[Row]) -> None:
     gone = {row["case"] for _, of_run in moved for row in of_run}
     write(folder / PREVIOUS, [*chosen(previous, lambda case: case not in gone), *moved])
     kept = chosen(newest, lambda case: case not in cases)
+    if kept and kept[-1][0] == machine:
+        rows = [*kept.pop()[1], *rows]
     write(folder / NEWEST, [*kept, (machine, rows)])
 
 

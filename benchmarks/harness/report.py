@@ -180,6 +180,8 @@ def lost(root: Path) -> str:
     """Return the table of all losses."""
     head = ["| case | faster | rounds | ratio | fastest of ours |", "|---|---|---|---|---|"]
     names = {CPU: "", H100: " (H100)", EMULATED: " (emulated)"}
+    others = sorted(path.parent.name for path in root.glob(f"*/{NEWEST}"))
+    names |= {name: f" ({name})" for name in others if name not in names}
     every = (loss for name, where in names.items()
              for loss in losses(by_case(root / name / NEWEST), where))  # fmt: skip
     return "\n".join([*head, *(loss.line() for loss in every)])
@@ -207,8 +209,8 @@ def cell(row: Row | None, ours: Row, named: bool = False) -> str:
     ends = f"{row['min']:.2f} to {row['max']:.2f} s"
     if row is ours:
         return ends
-    name = f", {row['engine']}" if named else ""
-    return f"**{row['median'] / ours['median']:.1f}x** ({ends}{name})"
+    name, ratio = f", {row['engine']}" if named else "", row["median"] / ours["median"]
+    return f"**{ratio:.{1 if ratio >= 1.05 else 2}f}x** ({ends}{name})"
 
 
 def short(root: Path) -> str:

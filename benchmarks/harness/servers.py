@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.case import AbsentError
+from harness.case import AbsentError, program
 
 WEB = Path(__file__).with_name("web.py")
 #: Helpers of the tests: emulators of the hub and of clouds.
@@ -84,16 +84,13 @@ def command(kind: str, root: Path, work: Path, port: int) -> list[str]:
         return [sys.executable, str(WEB), "objects", str(port)]
     if kind in RANGES:
         return [sys.executable, str(WEB), "ranges", str(port), str(root), json.dumps(RANGES[kind])]
-    name = {"nginx": "nginx", "redis": "redis-server"}[kind]
-    program = shutil.which(name) or shutil.which(name, path="/usr/sbin")
-    if program is None:
-        raise AbsentError(f"{name} is not installed")
+    path = program({"nginx": "nginx", "redis": "redis-server"}[kind])
     if kind == "redis":
-        return [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+        return [path, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     # Workers run as root too: another user could not read the folder.
     user = "user root;\n" if os.getuid() == 0 else ""
     (work / "conf").write_text(NGINX.format(user=user, work=work, root=root, port=port))
-    return [program, "-c", str(work / "conf"), "-p", str(work)]
+    return [path, "-c", str(work / "conf"), "-p", str(work)]
 
 
 @contextlib.contextmanager
@@ -102,6 +99,7 @@ def started(kind: str, root: Path) -> Iterator[Server]:
 
     Raises:
         AbsentError: It is not installed.
+        RuntimeError: It does not listen.
 
     """
     if not kind:
@@ -116,18 +114,26 @@ def started(kind: str, root: Path) -> Iterator[Server]:
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as work:
         found = command(kind, root, Path(work), port)
-        process = subprocess.Popen(found, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            found, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         try:
             for _ in range(200):
                 with socket.socket() as sock:
                     if sock.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.05)
+            else:
+                raise RuntimeError(f"{found[0]} does not listen")
             host = f"127.0.0.1:{port}"
             yield Server(host, s3_environment(host), kind in RANGES)
         finally:
             process.terminate()
-            process.wait(20)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 @contextlib.contextmanager

@@ -51,15 +51,67 @@ def test_wrong_bytes_are_found(tmp_path):
     assert ended.stdout == "done\n", ended.stderr
 
 
-@pytest.mark.parametrize("pattern", ["tensors/http", "formats/*"])
+def run(*options):
+    command = [sys.executable, str(ROOT / "benchmarks/run.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("pattern", ["tensors/http", "formats/*", "device/*"])
 def test_a_pattern_chooses_cases(pattern):
-    command = [sys.executable, str(ROOT / "benchmarks/run.py"), "--list", pattern]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    names = [line.split()[0] for line in ended.stdout.splitlines()]
+    names = [line.split()[0] for line in run("--list", pattern).stdout.splitlines()]
     assert names and all(name.startswith(pattern.rstrip("*")) for name in names)
 
 
-def test_an_unknown_case_is_an_error():
-    command = [sys.executable, str(ROOT / "benchmarks/run.py"), "--list", "tensors/none"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2 and "no case is named tensors/none" in ended.stderr
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--list", "tensors/none"], "no case is named tensors/none"),
+        (["device/load"], "one is named device/load, but not with these options"),
+        (["--engines", "none", "--", "tensors/http"], "no engine of these cases is named none"),
+        (["--record", "--rounds", "2"], "three rounds or more"),
+        (["--record", "--device", "--gigabytes", "2"], "only whole cases at full size"),
+    ],
+)
+def test_wrong_options_are_errors(options, message):
+    ended = run(*options)
+    assert ended.returncode == 2 and message in ended.stderr
+
+
+#: Prints the processes that are left when one was too late, and what a rank that fails raises.
+ENDED = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from harness.process import Process, ranks
+
+def late():
+    os.setsid()
+    if os.fork() == 0:
+        Path(sys.argv[2], "child").write_text(str(os.getpid()))
+    time.sleep(60)
+
+def failing():
+    import torch.distributed as dist
+    if dist.get_rank() == 1:
+        raise ValueError("of rank 1")
+    time.sleep(60)
+
+process = Process("fork", late)
+while not Path(sys.argv[2], "child").exists() or not Path(sys.argv[2], "child").read_text():
+    time.sleep(0.01)
+for call in (lambda: process.result(0), lambda: ranks(2, failing)):
+    try:
+        call()
+    except RuntimeError as error:
+        print(str(error).splitlines()[-1])
+time.sleep(0.1)
+child = Path("/proc", Path(sys.argv[2], "child").read_text(), "stat")
+print(not child.exists() or child.read_text().split()[2] == "Z")
+"""
+
+
+def test_what_is_late_or_fails_is_ended_with_all_its_processes(tmp_path):
+    command = [sys.executable, "-c", ENDED, str(ROOT / "benchmarks"), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    lines = ["no result in time", "ValueError: of rank 1", "True"]
+    assert ended.stdout.splitlines() == lines, ended.stderr

@@ -212,6 +212,25 @@ def test_a_loss_by_another_time_than_the_whole_is_listed(report):
     ]
 
 
+def test_losses_on_every_machine_are_listed(report, tmp_path):
+    records = importlib.import_module("harness.records")
+    rows = [row("tensorizer", 2.0), row("faster", 1.6)]
+    for machine in (report.CPU, "another"):
+        records.add(tmp_path / machine, {"commit": "a"}, rows)
+    assert report.lost(tmp_path).splitlines()[2:] == [
+        "| tensors/read | faster | 5 | 0.80 |  |",
+        "| tensors/read (another) | faster | 5 | 0.80 |  |",
+    ]
+
+
+def test_rows_of_one_run_are_kept_together(tmp_path, report):
+    records = importlib.import_module("harness.records")
+    for case in "xy":
+        records.add(tmp_path, {"commit": "a"}, [{"case": case}])
+    ((_, rows),) = records.read(tmp_path / records.NEWEST)
+    assert [one["case"] for one in rows] == ["x", "y"]
+
+
 def test_records_keep_the_two_last_figures_of_each_case(report, tmp_path):
     records = importlib.import_module("harness.records")
     for commit, cases in (("a", "xy"), ("b", "x"), ("c", "xz"), ("d", "z")):
