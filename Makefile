@@ -55,7 +55,7 @@ test-beside:
 
 # The tests of Python five times while two other processes burn the cores: each must pass each time.
 test-flaky: build
-	@while :; do :; done & one=$$!; while :; do :; done & other=$$!; trap "kill $$one $$other" EXIT; \
+	@trap 'exit 130' INT TERM HUP; while :; do :; done & one=$$!; while :; do :; done & other=$$!; trap "kill $$one $$other" EXIT; \
 	for turn in 1 2 3 4 5; do echo "turn $$turn"; $(MAKE) --no-print-directory test-python test-cuda || exit 1; done
 
 # What depends on torch's insides, on another torch: make test-other-torch OTHER=2.10
@@ -70,7 +70,7 @@ test-other-torch: $(STAMPS)/old $(STAMPS)/torch-$(OTHER)
 	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py dcp_trust.py) \
 	  -k "not example_server"
 
-# What everything but `make build` fetches, for those who do something else meanwhile.
+# What tests, lint, benchmarks, documents and the demo fetch.
 packages: $(addprefix $(STAMPS)/,test old clouds lint bench demo docs)
 
 # With vLLM's own loaders, on the CPU: its wheel without the kernels that it asks for, beside the
@@ -166,6 +166,7 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --all --check
 	$(CARGO) clippy $(CHECKED) --workspace --all-targets --features tensorizer/fuzzing -- -D warnings
 	$(if $(TCH),$(CARGO) clippy $(CHECKED) --all-targets $(TCH) -- -D warnings)
+	cargo check --quiet $(CHECKED) --package tensorizer --tests --no-default-features --features models
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --workspace --no-deps
 	$(if $(TCH),RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --no-deps $(TCH))
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')

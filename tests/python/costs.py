@@ -1,4 +1,6 @@
-"""Cost of each test: ``make test-python PYTEST="-p costs"`` prints the forty dearest.
+"""Cost of each test: the dearest are printed.
+
+    PYTHONPATH=tests/python make test-python PYTEST="-p costs"
 
 CPU seconds are those of the worker and of all processes below it, so that forks count. They are
 without the collection of the tests, and without what ends after a test.

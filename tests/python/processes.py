@@ -32,7 +32,7 @@ IMPORTED = [
     *("ranks.being", "ranks.cold", "ranks.common", "ranks.dcp_failures", "ranks.dcp_jobs"),
     *("ranks.dcp_meshes", "ranks.devices", "ranks.dtensors", "ranks.engines", "ranks.groups"),
     *("ranks.held", "ranks.lost", "ranks.modules", "ranks.one_by_one", "ranks.saving"),
-    "frozen",
+    *("processes", "frozen"),
 ]
 
 
@@ -123,13 +123,14 @@ class Forked(subprocess.Popen):
             pass
 
     def _internal_poll(self, *_, **__):
-        return self._wait(0)
+        if self.returncode is None:
+            self.returncode = self.fork.exitcode
+        return self.returncode
 
     def _wait(self, timeout):
         if self.returncode is None:
             self.fork.join(timeout)
-            self.returncode = self.fork.exitcode
-        if self.returncode is None and timeout:
+        if self._internal_poll() is None and timeout is not None:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
@@ -137,6 +138,7 @@ class Forked(subprocess.Popen):
 def _become(*, code, arguments, folder, environment, descriptors, finalize):
     """Be an interpreter that was started to run code."""
     multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
     # First move them out of the way of the numbers that they will have.
     apart = {at: fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for at, fd in descriptors.items()}
     for fd in descriptors.values():

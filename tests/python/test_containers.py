@@ -204,9 +204,12 @@ def test_the_server_ends_by_a_signal_as_process_1(state, data_server):
         hold.set()
     port = free_port()
     command = [AS_PROCESS_1, EXAMPLE / "server.py", url, str(port)]
-    with contextlib.closing(start_python(*command, stdout=subprocess.PIPE)) as outer:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with contextlib.closing(start_python(*command, **pipes)) as outer:
         inner = outer.stdout.readline()
         if not inner:
+            said = outer.stderr.read()
+            assert b"unshare: not permitted" in said, said
             pytest.skip("only root can make a namespace of processes")
         assert asked.wait(60)
         while state == "loaded":

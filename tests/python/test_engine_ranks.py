@@ -13,8 +13,8 @@ def served(nginx):
     """A checkpoint at a server: its address, and the bytes that were sent of it since the last."""
     folder = nginx.root / "engines"
     folder.mkdir()
-    tensors = {name: torch.full((512, 512), value(name)) for name in NAMES}
-    tensorizer.save(tensors, folder / "model.safetensors", max_shard_size=6 << 20)
+    tensors = {name: torch.full((512, 768), value(name)) for name in NAMES}
+    tensorizer.save(tensors, folder / "model.safetensors", max_shard_size=9 << 20)
     files = [path.name for path in folder.iterdir()]
 
     def sent():
@@ -32,7 +32,7 @@ def stub(tmp_path_factory):
 
 
 #: Bytes of all weights, and those of the four requests that find the tensors of three shards.
-ALL, HEADS = 16 << 20, 4 * 530_000
+ALL, HEADS = 24 << 20, 4 * 530_000
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_a_cache_is_filled_by_the_ranks_of_a_machine(ranks, stub, served, tmp_pa
 @pytest.mark.parametrize(("world", "forgetful"), [(2, []), (3, [2])])
 def test_ranks_reload_what_has_changed(ranks, stub, nginx, world, forgetful):
     """The first rank compares the hashes. A rank that has lost its weights gets them all."""
-    old = {name: torch.full((512, 512), value(name)) for name in NAMES}
-    new = old | {NAMES[3]: torch.full((512, 512), 50.0)}
+    old = {name: torch.full((512, 768), value(name)) for name in NAMES}
+    new = old | {NAMES[3]: torch.full((512, 768), 50.0)}
     for name, tensors in (("old", old), ("new", new)):
         tensorizer.save(tensors, nginx.root / f"{name}.tensors")
     before = nginx.sent("new.tensors")
@@ -96,13 +96,13 @@ def test_ranks_reload_what_has_changed(ranks, stub, nginx, world, forgetful):
     read = NAMES if forgetful else NAMES[3:4]
     assert found == [{name: values[name] for name in read}] * world
     # The first rank opens the file twice, each time with its first MiB.
-    assert nginx.sent("new.tensors") - before < len(read) * (1 << 20) + 2.5 * (1 << 20)
+    assert nginx.sent("new.tensors") - before < len(read) * (ALL // 16) + 2.5 * (1 << 20)
 
 
 @pytest.mark.parametrize(("distributed", "share"), [("auto", 0), (True, ALL // 2)])
 def test_local_files(ranks, stub, tmp_path, distributed, share):
     """Each rank reads a local file by itself, unless it is told otherwise."""
-    tensors = {name: torch.full((512, 512), value(name)) for name in NAMES}
+    tensors = {name: torch.full((512, 768), value(name)) for name in NAMES}
     tensorizer.save(tensors, tmp_path / "model.tensors")
     options = {"distributed": distributed}
     assert ranks.run("engines.shares", 2, stub, str(tmp_path), options) == [share] * 2

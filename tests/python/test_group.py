@@ -139,8 +139,8 @@ def test_addresses_and_streams(ranks, addresses, moto):
     ranks.run("groups.from_servers", 2, addresses, env=moto.settings())
 
 
-#: 32 MiB, of which each tensor has its number as the value of all elements.
-COUNT, BYTES = 16, 32 << 20
+#: 40 MiB, more than one block, of which each tensor has its number as the value of all elements.
+COUNT, BYTES = 20, 40 << 20
 
 
 def traffic(path):

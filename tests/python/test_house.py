@@ -99,6 +99,23 @@ def test_no_import_of_a_higher_layer():
     assert wrong == []
 
 
+def test_no_circle_of_rust_folders():
+    """Siblings of one folder import each other in one direction only."""
+    imports: dict[str, set[str]] = {}
+    for file in (ROOT / "src").rglob("*.rs"):
+        first, *others = file.relative_to(ROOT / "src").with_suffix("").parts
+        if not others or {"tests", "models", "modelled", "mod"} & set(others):
+            continue
+        text, *_ = re.split(TESTS_AT_THE_END, file.read_text())
+        text = re.sub(r"//.*", "", text)
+        for needed in re.findall(rf"\bcrate::{first}::([a-z]\w*)::", text):
+            imports.setdefault(f"{first}/{others[0]}", set()).add(f"{first}/{needed}")
+    for own, needed in imports.items():
+        needed.discard(own)
+    assert sum(map(len, imports.values())) > 30, "the imports were not understood"
+    assert circles(imports) == []
+
+
 def python_imports(file: Path) -> Iterator[str]:
     """Yield what a module of the package imports when it is imported itself, from the root on."""
     package = file.relative_to(PACKAGE).parent.parts

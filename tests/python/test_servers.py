@@ -78,12 +78,12 @@ class Server(Scripted):
 # Few connections
 
 
-@pytest.mark.parametrize(("limit", "readers"), [(1, 2), (2, 4)])
-def test_a_server_that_allows_few_connections_is_read_by_as_many(nginx, limit, readers):
-    (why,) = check(f"{nginx.http}/at-most-{limit}/f.tensors", num_readers=readers)
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_server_that_allows_few_connections_is_read_by_as_many(nginx, limit):
+    (why,) = check(f"{nginx.http}/at-most-{limit}/f.tensors", num_readers=8)
     # More than the limit, if the answers of some had been sent, but not yet read to their ends:
-    # nginx then serves others. All but the reader that was refused, at most.
-    assert re.search(rf"refused some of the connections, and [1-{readers - 1}] w", why), why
+    # nginx then serves others.
+    assert re.search(rf"refused some of the connections, and [1-{limit + 2}] w", why), why
 
 
 class OneConnection(Server):

@@ -28,12 +28,12 @@ from test_addresses import Store
 ops = torch.ops.tensorizer
 
 SMALL = {"a": torch.arange(10), "b": torch.randn(3, 4).to(torch.bfloat16), "empty": torch.ones(0)}
-#: Several parts of 8 MiB.
 #: Between the shortest batch of an upload, 512 KiB, and the longest tensor hashed at once, 1 MiB.
 MEDIUM = {str(kib): torch.arange(kib * 128).double() for kib in range(500, 1030, 50)}
+#: Several parts of 8 MiB; tensors of 16 MiB are written between others.
 LARGE = {
     "first": torch.randn(900, 1000),
-    "big": torch.randn(4, 1000, 1000),
+    "big": torch.randn(5, 1000, 1000),
     **{f"small.{i}": torch.full((i % 7, 3), float(i)) for i in range(60)},
     "turned": torch.randn(700, 900).T,
 }

@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
 def checked(model):
     """Return the names of the weights that a model has got, all of which are right."""
     for name, tensor in model.found.items():
-        assert tensor.shape == (512, 512) and (tensor == value(name)).all(), name
+        assert tensor.shape == (512, 768) and (tensor == value(name)).all(), name
     return sorted(model.found)
 
 

@@ -37,6 +37,11 @@ WAIT = 10
 def wait_at_most(seconds):
     """Have ranks wait so long for each other from now on: all of them have come."""
     dist.barrier()
+    limit_waits(seconds)
+
+
+def limit_waits(seconds):
+    """Have this rank wait so long for others from now on."""
     limit = datetime.timedelta(seconds=seconds)
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
 

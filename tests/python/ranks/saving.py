@@ -4,6 +4,7 @@ import time
 
 from ranks.common import (
     KINDS,
+    WAIT,
     Net,
     Replicate,
     Shard,
@@ -18,7 +19,7 @@ from ranks.common import (
     tensorizer,
     torch,
 )
-from ranks.lost import wait_at_most
+from ranks.lost import limit_waits, wait_at_most
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -139,6 +140,7 @@ def refused(folder):
         found["one"] = caught(
             lambda: module(f"{folder}/file/x.tensors" if rank == 1 else f"{folder}/one.tensors")
         )
+        limit_waits(WAIT)
         if rank == 1:
             time.sleep(2)
     return found

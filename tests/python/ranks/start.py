@@ -49,6 +49,7 @@ def start(program, world, *args, env=None, by_rank=None, timeout=TIMEOUT):
             answers.append(opened.enter_context(tempfile.TemporaryFile()))
             given = own | numbers | by_rank.get(rank, {})
             ranks.append(start_python(CODE, task, env=given, stdout=answers[-1]))
+            opened.callback(ranks[-1].close)
         stopped, late = wait(ranks, timeout)
         return [
             became(rank, answer, rank in stopped, late)
