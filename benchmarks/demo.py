@@ -21,10 +21,10 @@ from bars import draw
 from cases import ALL
 from harness import files
 from harness.case import Given, Model, is_ours
-from harness.process import measure, preload
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from runner import measure, preload
 from tensorizer.utils import convert_bytes, no_init_or_tensor
 
 HERE = Path(__file__).resolve().parent

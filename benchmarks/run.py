@@ -28,8 +28,9 @@ from typing import Any
 from cases import ALL
 from harness import files, records, report
 from harness.case import AbsentError, Case, Engine, Given, is_ours
-from harness.process import HERE, measure, preload
+from harness.process import HERE
 from harness.servers import Server, started
+from runner import measure, preload
 
 
 @dataclass

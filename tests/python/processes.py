@@ -78,13 +78,12 @@ def _received(sent):
 
 
 class Forked(subprocess.Popen):
-    """A forked interpreter that runs code; the options are those of ``subprocess.Popen``.
+    """A forked interpreter that runs code.
 
     Args:
         args: The code, and the arguments of the process.
-        finalize: True to end exactly as an interpreter does: to clear the modules of torch takes
-            half a second of a processor.
-        **options: The same as those of a program.
+        finalize: True to end exactly as an interpreter does, which clears the modules of torch.
+        **options: Those of ``subprocess.Popen`` for pipes, ``cwd``, ``env`` and ``pass_fds``.
 
     """
 
@@ -171,10 +170,10 @@ def _run_to_the_end(code, names, finalize):
         exec(compile(code, "<string>", "exec"), names)
         status = 0
     except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        else:
+        if error.code is None or isinstance(error.code, int):
             status = (error.code or 0) & 0xFF
+        else:
+            print(error.code, file=sys.stderr)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             status = -signal.SIGINT
@@ -218,7 +217,7 @@ def run_python(code, *args, fresh=False, timeout=120, **options):
         options.pop("finalize", None)
         process = subprocess.Popen([sys.executable, "-c", code, *map(str, args)], **options)
     else:
-        process = start_python(code, *args, **options)
+        process = Forked([code, *args], **options)
     with process:
         try:
             output, errors = process.communicate(given, timeout)

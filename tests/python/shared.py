@@ -25,7 +25,7 @@ def _folder():
     if folder is None:
         folder, owner = Path(tempfile.mkdtemp()), os.getpid()
         # Forks of the program leave it alone.
-        atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder))
+        atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
     return folder
 
 

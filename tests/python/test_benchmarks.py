@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, sys.argv[1])
 from harness import files
 from harness.case import Case, Engine, Given
-from harness.process import once
+from runner import once
 
 folder = Path(sys.argv[2])
 model = files.model_of("3k", True)
