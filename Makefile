@@ -109,9 +109,12 @@ test-rust: $(STAMPS)/torch
 	@if $(KNOWN_BY_CORE) --no-default-features | grep -E '^(tokio|hyper|reqwest|aws-[a-z-]+|redis|cudarc) '; \
 	  then echo "the core alone depends on the above"; exit 1; fi
 
-# The core without features, a moment of those campaigns of `trust` that are of Rust alone, and tch.
+# The core without features, a moment of those campaigns of `trust` that are of Rust alone, and tch,
+# whose C++ compiles as long as all else that lint needs.
 test-rust-long: $(STAMPS)/torch
 	$(SAY_TCH)
+	$(if $(TCH),$(CARGO) clippy $(CHECKED) --all-targets $(TCH) -- -D warnings)
+	$(if $(TCH),RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --no-deps $(TCH))
 	MODEL_SECONDS=1 $(CARGO) test $(CHECKED) --package tensorizer --no-default-features --features models --lib models::
 	$(BIN)/python tests/trust/sanitizers.py memcheck 
 	$(if $(TCH),$(CARGO) test $(CHECKED) $(TCH))
@@ -162,13 +165,10 @@ trust: $(STAMPS)/built $(STAMPS)/test
 	$(BIN)/python tests/trust/run.py --seconds $(SECONDS) $(if $(RECORD),--record $(RECORD)) $(TRUST)
 
 lint: $(STAMPS)/built $(STAMPS)/lint
-	$(SAY_TCH)
 	cargo fmt --all --check
 	$(CARGO) clippy $(CHECKED) --workspace --all-targets --features tensorizer/fuzzing -- -D warnings
-	$(if $(TCH),$(CARGO) clippy $(CHECKED) --all-targets $(TCH) -- -D warnings)
-	cargo check --quiet $(CHECKED) --package tensorizer --tests --no-default-features --features models
+	cargo check --quiet $(CHECKED) --workspace --tests --features tensorizer/fuzzing,tensorizer/models
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --workspace --no-deps
-	$(if $(TCH),RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --no-deps $(TCH))
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -211,10 +211,11 @@ gpu-toy: $(STAMPS)/built $(STAMPS)/test
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
 	sh tests/cuda/emulator/run.sh $(BIN)/python benchmarks/run.py --device --quick
 
-# Wheels in dist/, one for each torch: make wheels TORCHES="2.10 2.11"
+# Wheels in dist/, one for each torch: make wheels TORCHES="2.10 2.11". FROM=tree takes what is compiled.
 TORCHES ?= 2.11
+FROM ?= archive
 wheels: $(STAMPS)/torch
-	bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
+	FROM=$(FROM) bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
 
 # The same in Docker, for glibc 2.28.
 wheels-manylinux:

