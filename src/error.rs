@@ -89,7 +89,8 @@ pub enum Error {
     /// Verification was requested, but the file's format has no hashes.
     #[error(
         "`{uri}` cannot be verified: {format} files hold no hashes{elsewhere}; load it without \
-         verifying"
+         verifying, compare the whole file with sha256=, or copy it to a .tensors file, which holds \
+         them, with `tensorizer cp`"
     )]
     NoHashes {
         /// The file or address.

@@ -6,7 +6,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 import torch
 
 try:
-    from ._build import TORCH_MINOR, VERSION
+    from ._build import TORCH_MINOR, TORCH_MINORS, VERSION
 except ImportError as missing:
     raise ImportError(
         "tensorizer was not built: run `pip install .` in its source folder (before that, the "
@@ -18,7 +18,8 @@ if _found != TORCH_MINOR:
     raise ImportError(
         f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}: "
         f"install its wheel for this torch, tensorizer-*+torch{_found}-*.whl, or build it again "
-        "with `pip install --force-reinstall --no-deps .` in its source folder."
+        "with `pip install --force-reinstall --no-deps .` in its source folder. It is for torch "
+        f"{TORCH_MINORS}."
     )
 
 if ".abi3.so" not in EXTENSION_SUFFIXES:

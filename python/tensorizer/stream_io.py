@@ -22,7 +22,7 @@ __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
 #: The default server for reading with keys that are passed as arguments, without a sign of AWS. A
 #: program can assign it to set the server of all its reads, unless a setting of higher precedence
-#: names one: see docs/reference/addresses.md.
+#: names one: see docs/reference/addresses/s3.md.
 default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT
 #: The default server for writing, with the same rules.
 default_s3_write_endpoint = DEFAULT_S3_WRITE_ENDPOINT

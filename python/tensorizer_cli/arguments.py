@@ -97,9 +97,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             and version cannot be written (2).
 
     """
-    json_wanted = "--json" in (sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    json_wanted = "--json" in arguments
     try:
-        return command_parser().parse_args(arguments)
+        parser, commands = command_parser()
+        if not arguments:
+            parser.print_help()
+            raise SystemExit(0)
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            # With the usage of the command, and not of all.
+            commands[options.command].error(f"unknown: {' '.join(unknown)}")
+        return options
     except (UsageError, OSError) as error:
         if isinstance(error, UsageError) and not json_wanted:
             print_error(error.args[1].rstrip("\n"))
@@ -143,8 +152,8 @@ def _secrets(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
     group.add_argument(f"--{prefix}prompt", action="store_true", help="ask for a passphrase")
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``run`` is the module and the function of each."""
+def command_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of all commands, and that of each."""
     parser = _Parser(
         prog="tensorizer",
         description="Works on .tensors files, and reads those of safetensors, their shards and "
@@ -181,7 +190,7 @@ def command_parser() -> argparse.ArgumentParser:
             "--manifest", action="store_true", help="authenticate names, shapes and order"
         )
         _secrets(made[name], prefix, title)
-    return parser
+    return parser, made
 
 
 def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -225,7 +234,6 @@ def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     count = {"type": _number(0, 100), "metavar": "N"}
     add("info", "--depth", "levels of modules; 3, and 0 for none", default=3, **count)
     add("info", "--largest", "largest tensors; 5", default=5, **count)
-    flag("load", "--report", "the same: it always reports")
     add("load", "--device", "such as cuda:0; cpu", default="cpu", metavar="D")
     flag("load", "--verify", "compare tensors with their hashes")
     flag("load", "--mmap", "use a local file in place")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from tensorizer import (
@@ -15,7 +16,7 @@ from tensorizer import (
     HashMismatchError,
     TensorType,
 )
-from tensorizer._native import minimum_save_memory
+from tensorizer._native import local_path, minimum_save_memory
 from tensorizer.file.file_writer import FileWriter
 from tensorizer.file.to_redis import copy_to_redis
 from tensorizer.file.to_safetensors import is_safetensors_target, save_safetensors
@@ -31,6 +32,8 @@ from .progress import Progress
 
 _ALIGNMENT = 64
 _DIFFERENT = 1
+#: The weights of a model that is copied as a folder.
+_WEIGHTS = "model.tensors"
 #: The most names in a message.
 _SHOWN = 4
 #: The name of what each command has done.
@@ -40,10 +43,17 @@ _DONE = {"cp": "copied", "encrypt": "encrypted", "decrypt": "decrypted", "rekey"
 def copy(options: argparse.Namespace) -> int:
     """Copy a file, or what a model has beside its weights."""
     command = options.command
-    if command == "cp" and options.no_weights:
-        from . import without_weights
+    folder = None
+    if command == "cp":
+        from . import without_weights  # imports transformers' loaders
 
-        return without_weights.copy(options)
+        if options.no_weights:
+            return without_weights.copy(options)
+        folder = without_weights.folder_to_copy(options)
+        if folder is not None:
+            options.target = f"{folder}/{_WEIGHTS}"
+            if local_path(folder) is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
     prefix = {"encrypt": "", "rekey": "new-"}.get(command)
     options.encryption = None if prefix is None else keys.encryption(options, prefix)
     options.decryption = None
@@ -69,11 +79,15 @@ def copy(options: argparse.Namespace) -> int:
         shown = "the standard output" if target == targets.STREAM else without_password(written)
         if options.verify:
             found = _differences(source, written, options, report)
+    # The configuration comes last: without it, the target is no model's folder.
+    files = [] if folder is None else without_weights.copy_files(options.file, folder)[0]
     rate = source.total / max(seconds, 1e-6)
     report.done(
         f"{_DONE[command]}: {plural(len(source), 'tensor')}, {size(source.total)} in "
         f"{seconds:.2f} s, {size(rate)}/s, to {shown}"
     )
+    if files:
+        report.done(f"copied beside it: {', '.join(files)}")
     if part is not None:
         report.done(
             f"the names are those below {part[0]}: safetensors has no nested ones (see --key)"
@@ -98,6 +112,7 @@ def copy(options: argparse.Namespace) -> int:
         seconds=round(seconds, 6),
         bytes_per_second=round(rate),
         without_data=without_data,
+        **({"files": files} if files else {}),
         **({"verified": not found, "differences": found} if options.verify else {}),
     )
     return _DIFFERENT if found else 0

@@ -92,7 +92,7 @@ def completion_script(shell: str) -> str:
             "this build of tensorizer has no completion scripts, and shtab, which makes them, is "
             "not installed: pip install shtab"
         ) from None
-    parser = command_parser()
+    parser, _ = command_parser()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for one in action.choices.values():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tensorizer._native import local_path
 from tensorizer.stream_io import open_stream
-from tensorizer.transformers.configs import fetch_without_weights
+from tensorizer.streams.addresses import is_there
+from tensorizer.transformers.configs import CONFIG, fetch_without_weights
 from tensorizer.transformers.fetching import fetched_files
 from tensorizer.transformers.folders import ModelFolder
 
@@ -37,10 +38,47 @@ def copy(options: argparse.Namespace) -> int:
     if options.target in ("", STREAM):
         raise ValueError(f"expected a folder to copy to, found {options.target!r}")
     report = Report(options)
-    folder = ModelFolder(options.file)
     target = (local_path(options.target) or options.target).rstrip("/")
+    names, total = copy_files(options.file, target)
+    shown = without_password(target)
+    report.done(f"copied: {plural(len(names), 'file')}, {size(total)}, to {shown}")
+    report.result(file=ModelFolder(options.file).shown, target=shown, files=names, bytes=total)
+    return 0
+
+
+def folder_to_copy(options: argparse.Namespace) -> str | None:
+    """Return the folder into which a whole model is copied.
+
+    That is so if a model's folder, with its configuration, is copied to a target that has not the
+    name of a file. None for all other copies.
+    """
+    target = options.target.rstrip("/")
+    is_file = target.lower().endswith((".tensors", ".safetensors"))
+    if options.command != "cp" or is_file or target in ("", STREAM) or options.file == "/dev/stdin":
+        return None
+    if target.lower().startswith(("redis://", "rediss://", "/dev/", "/proc/")):
+        return None
+    path = local_path(options.file)
+    if path is not None and not Path(path).is_dir():
+        return None
+    if path is None and not options.file.lower().startswith("hf://"):
+        # An address is that of a folder if it says so.
+        if not options.file.partition("?")[0].endswith("/"):
+            return None
+    folder = ModelFolder(options.file)
+    is_model = folder.file is None and is_there(folder.join(CONFIG), PermissionError)
+    return (local_path(target) or target) if is_model else None
+
+
+def copy_files(source: str, target: str) -> tuple[list[str], int]:
+    """Copy the small files of a model into a folder; return their names and their bytes.
+
+    Raises:
+        OSError: The model has no configuration, or a file cannot be read or written.
+
+    """
     total = 0
-    with fetched_files(folder) as files:
+    with fetched_files(ModelFolder(source)) as files:
         names = fetch_without_weights(files)
         for name in names:
             place = f"{target}/{name}"
@@ -49,7 +87,4 @@ def copy(options: argparse.Namespace) -> int:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             with open_stream(place, "wb") as stream:
                 total += stream.write((files.path / name).read_bytes())
-    shown = without_password(target)
-    report.done(f"copied: {plural(len(names), 'file')}, {size(total)}, to {shown}")
-    report.result(file=folder.shown, target=shown, files=names, bytes=total)
-    return 0
+    return names, total

@@ -15,7 +15,7 @@ use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
 use crate::format::tensors::index::{self, IndexValidator, ParsedIndex};
-use crate::format::tensors::prologue::{MAGIC, PROLOGUE_LEN, Prologue, looks_like};
+use crate::format::tensors::prologue::{MAGIC, PROLOGUE_LEN, Prologue, unknown_format};
 use crate::format::tensors::trailer::{self, IndexTrailer};
 use crate::io::{PrefixedSource, ReadAt};
 use crate::sys::to_usize;
@@ -219,13 +219,12 @@ fn refuse_tar(source: &dyn ReadAt, base: u64, bytes: &[u8], cancel: &dyn Cancel)
 
 /// Returns the error for a shard of another format, by the first bytes of its file.
 fn not_a_shard(bytes: &[u8], uri: &str) -> Error {
-    let found = looks_like(bytes).map(str::to_owned).unwrap_or_else(|| {
-        let start = bytes.get(..8).unwrap_or(bytes);
-        format!("found a file that begins with \"{}\"", start.escape_ascii())
-    });
-    let what =
-        format!("not a shard: expected a safetensors file or a checkpoint of torch.save, {found}");
-    malformed(uri, what)
+    let found = if bytes.starts_with(&MAGIC) {
+        "a .tensors file cannot be one".to_owned()
+    } else {
+        unknown_format(bytes, uri)
+    };
+    malformed(uri, format!("expected a shard, of safetensors or torch.save: {found}"))
 }
 
 /// Reads an index block. If the length of the file is unknown, each part is checked before more is

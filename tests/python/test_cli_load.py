@@ -63,7 +63,7 @@ class Slow(Scripted):
 
 def test_a_slow_server_is_the_limit(folder, capsys):
     with Slow((folder / "f").read_bytes()) as server:
-        found = loaded(capsys, "--report", server.url)
+        found = loaded(capsys, server.url)
         assert (found["limit"], found["source"]) == ("network", "network")
         assert found["shares"]["read"] > 0.5
         assert found["path"].startswith("ranges over ")

@@ -24,10 +24,9 @@ ELSEWHERE = {
 }
 #: What holds after the examples of a page that do not say so themselves.
 HOLDS = {
-    "README.md": "assert torch.equal(again['0.weight'].cpu(), weights['0.weight'].cpu())\n"
-    "assert torch.equal(weights['0.weight'].cpu(), model[0].weight)",
-    "docs/reference/addresses.md": "assert torch.equal(parameters['.weight'].cpu(), model.weight)\n"
-    "assert torch.equal(state_dict['weight'].cpu(), model.weight)",
+    "README.md": "assert torch.equal(served.weight.cpu(), trained.weight)",
+    "docs/reference/addresses/redis.md": "assert state_dict['weight'].cpu().equal(model.weight)",
+    "docs/reference/addresses/s3.md": "assert parameters['.weight'].cpu().equal(model.weight)",
     "docs/reference/operators.md": "assert weight_of('weights.tensors').shape == (3, 4)\n"
     "assert elements('weights.tensors') == 15",
 }

@@ -324,7 +324,7 @@ def test_names_that_the_hubs_own_client_knows_too(hub, monkeypatch, tmp_path):
 def test_the_example_of_the_document(hub):
     repo = hub.repo("org/repo", shards(tensors(1, 1000)))
     repo.commit({"model.safetensors": save(tensors(2, 1000))}, "v1.0")
-    text = (ROOT / "docs/reference/addresses.md").read_text()
+    text = (ROOT / "docs/reference/addresses/hugging-face.md").read_text()
     (code,) = re.findall(r'```python title="from the hub"\n(.+?)```', text, re.DOTALL)
     done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -272,7 +272,7 @@ def test_a_subclass_may_close_in_its_own_way(lazy, path, tmp_path):
     with file:
         pass
     assert file.closed == 1
-    with pytest.raises(FormatError, match="Not a tensorizer file"):
+    with pytest.raises(FormatError, match="no format that tensorizer reads"):
         Counted(__file__, "cpu", lazy_load=lazy)
     with CountedSerializer(tmp_path / "g") as writer:
         writer.write_state_dict({"a": torch.ones(2)})

@@ -48,11 +48,11 @@ def two(first, second, data):
 
 #: By the defect: the file, and a part of the message.
 MALFORMED = {
-    "empty": (b"", "it is empty"),
-    "a byte": (b"\x08", "Not a tensorizer file"),
-    "half a length": (GOOD[:4], "Not a tensorizer file"),
-    "a length alone": (GOOD[:8], "Not a tensorizer file"),
-    "length 0": (with_length(0), "expected a safetensors header|at least|EOF|Not a tensorizer"),
+    "empty": (b"", "an empty file"),
+    "a byte": (b"\x08", "no format that tensorizer reads"),
+    "half a length": (GOOD[:4], "no format that tensorizer reads"),
+    "a length alone": (GOOD[:8], "no format that tensorizer reads"),
+    "length 0": (with_length(0), "expected a safetensors header|at least|EOF|no format"),
     "length 1": (with_length(1), "safetensors header"),
     "length one less": (with_length(len(GOOD) - 13), "safetensors header"),
     "length one more": (with_length(len(GOOD) - 11), "safetensors header: trailing characters"),
@@ -61,9 +61,9 @@ MALFORMED = {
     "length beyond 100 MB": (
         with_length(TOO_LONG), "at most 100000000 bytes, found one of 100000001"),
     "length 2^39": (with_length(1 << 39), "at most 100000000 bytes, found one of 549755813888"),
-    "length 2^40": (with_length(1 << 40), "Not a tensorizer file"),
-    "length 2^63": (with_length(1 << 63), "Not a tensorizer file"),
-    "length 2^64-1": (with_length((1 << 64) - 1), "Not a tensorizer file"),
+    "length 2^40": (with_length(1 << 40), "no format that tensorizer reads"),
+    "length 2^63": (with_length(1 << 63), "no format that tensorizer reads"),
+    "length 2^64-1": (with_length((1 << 64) - 1), "no format that tensorizer reads"),
     "not UTF-8": (header(b'{"\xff":' + json.dumps(info()).encode() + b"}"), "UTF-8|unicode"),
     "not UTF-8 in what is ignored": (one(x='"X"')
                                      .replace(b'"X"', b'"\xc3"'), "UTF-8|unicode"),
@@ -73,10 +73,10 @@ MALFORMED = {
     "no JSON": (header(b"{this is no JSON}"), "safetensors header: key must be a string"),
     "JSON cut off": (header('{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'), "header: EOF"),
     "a comma too many": (header('{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},}'), "comma"),
-    "a list": (header("[]"), "Not a tensorizer file"),
-    "a string": (header('"a"'), "Not a tensorizer file"),
-    "null": (header("null"), "Not a tensorizer file"),
-    "a byte order mark": (header(b"\xef\xbb\xbf" + GOOD[8:-4]), "Not a tensorizer file"),
+    "a list": (header("[]"), "no format that tensorizer reads"),
+    "a string": (header('"a"'), "no format that tensorizer reads"),
+    "null": (header("null"), "no format that tensorizer reads"),
+    "a byte order mark": (header(b"\xef\xbb\xbf" + GOOD[8:-4]), "no format that tensorizer reads"),
     "garbage after the header": (header(GOOD[8:-4] + b"}"), "header: trailing characters"),
     "zeros after the header": (header(GOOD[8:-4] + b"\0\0\0"), "header: trailing characters"),
     "another object": (header(GOOD[8:-4] + b"{}"), "header: trailing characters"),
@@ -170,7 +170,7 @@ MALFORMED = {
 #: Files that the library reads and we refuse: a part of the message, and the reason.
 STRICTER = {
     "white space before the header": (
-        header(b" " + GOOD[8:-4]), "Not a tensorizer file",
+        header(b" " + GOOD[8:-4]), "no format that tensorizer reads",
         "the format has a header begin with a brace, by which it is told from other files"),
     "a tensor twice, the same": (
         header('{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'

@@ -59,7 +59,7 @@ ONLY_OURS = {
     "at most 64 dimensions": "torch has no more",
     "is too large": "torch cannot compute the strides of empty tensors of such shapes",
     "invalid type: map, expected a string": "dtypes as objects",
-    "Not a tensorizer file": "white space before the header",
+    "no format that tensorizer reads": "white space before the header",
 }
 
 

@@ -237,12 +237,12 @@ def test_modules_that_accelerate_has_offloaded_are_refused(tmp_path, kind):
     loads = [
         lambda: TensorDeserializer(path, "cpu").load_into_module(model[0]),
         lambda: TensorDeserializer(path, "cpu", lazy_load=True).load_into_module(model[0]),
-        lambda: ours.torch_functions.load_model(model[0], path),
+        lambda: ours.torch.load_model(model[0], path),
         lambda: messages.deserialize_model(model[0], io.BytesIO()),
     ]
     saves = [
         lambda: TensorSerializer(tmp_path / "saved").write_module(model),
-        lambda: ours.torch_functions.save_model(model, tmp_path / "saved"),
+        lambda: ours.torch.save_model(model, tmp_path / "saved"),
         lambda: messages.serialize_model(model, io.BytesIO()),
         lambda: TensorDeserializer(path, "cpu", lazy_load=True).verify_module(model[0]),
     ]

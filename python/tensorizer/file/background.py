@@ -25,6 +25,7 @@ from . import to_safetensors
 from .file_writer import FileWriter, logger
 from .nesting import named_leaves
 from .options import SaveOptions, takes
+from .progress import ProgressReporter, ProgressType, data_bytes
 
 
 class SaveFuture(Future[None]):
@@ -43,10 +44,10 @@ class SaveFuture(Future[None]):
 
     """
 
-    def __init__(self, file: FileWriter, total_bytes: int) -> None:
+    def __init__(self, file: FileWriter, reporter: ProgressReporter) -> None:
         super().__init__()
-        self.total_bytes = total_bytes
-        self._file = file
+        self.total_bytes = reporter.total
+        self._file, self._reporter = file, reporter
         self._number = next(_NUMBERS)
         self.set_running_or_notify_cancel()
         _FUTURES.add(self)
@@ -94,7 +95,8 @@ class SaveFuture(Future[None]):
         """Write what is in a box, and empty it: no copy is left when the result is known."""
         error = None
         try:
-            with call, self._file:
+            with call, self._reporter as reporter, self._file:
+                reporter.attach()
                 write(boxed.pop())
         except BaseException as raised:
             error = raised
@@ -185,6 +187,7 @@ def save_async(
     uri: str | os.PathLike[Any] | Any,
     *,
     format: FileFormat | None = None,
+    progress: ProgressType = False,
     allow_meta: bool = False,
     **options: Unpack[SaveOptions],
 ) -> SaveFuture:
@@ -200,6 +203,8 @@ def save_async(
         tensors: The tensors, as for :func:`tensorizer.save`.
         uri: The target, as for :func:`tensorizer.save`.
         format: See :func:`tensorizer.save`. A safetensors file is written in one piece.
+        progress: See :func:`tensorizer.save`. It is called on the thread that saves, and an
+            exception from it fails the save.
         allow_meta: See :func:`tensorizer.save`.
         options: How the file is written: see :class:`SaveOptions`.
 
@@ -219,14 +224,19 @@ def save_async(
     for name, tensor in leaves:
         subclasses.refuse(name, tensor)
     refuse_short(leaves)
-    size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
+    reporter = ProgressReporter(progress, data_bytes(values))
     with fake_mode.suspended():
         boxed = [_copied(values)]
     call = _native.Call("save_async", options.get("timeout"), True)
     file = FileWriter(
-        uri, allow_meta=allow_meta, closes_stream=False, room_for_more=False, **options
+        uri,
+        progress=reporter,
+        allow_meta=allow_meta,
+        closes_stream=False,
+        room_for_more=False,
+        **options,
     )
-    future = SaveFuture(file, size)
+    future = SaveFuture(file, reporter)
     write = file.write_safetensors if safetensors else file.write_leaves
     _start(future, call, functools.partial(write, names), boxed, str(uri))
     return future

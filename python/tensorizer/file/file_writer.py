@@ -106,7 +106,8 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         names = ("max_bytes_per_second", "headers", "timeout")
         stream = open_address(file_obj, "wb", **{name: options.get(name) for name in names})
         self.native = self._writer = _open(stream, arguments)
-        report = None if progress is None else progress.part()
+        self._progress = progress or ProgressReporter(False)
+        report = self._progress.part()
         if report is not None:
             self.native.watch(report)
         if not isinstance(stream, (str, bytes, os.PathLike, int)):
@@ -139,6 +140,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
             self._write(rows[0], whole, lambda writer, handle: writer.write(handle, *rows))
 
         with self._call():
+            self._progress.attach()
             if self._gathering is None and any(map(sharding.is_sharded, tensors)):
                 self._gather(tensors)
             if self._gathering is None:
@@ -180,6 +182,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def write_safetensors(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Write all tensors of a safetensors file."""
         with self._call():
+            self._progress.attach()
             self._write(
                 names, tensors, lambda writer, handle: writer.write_safetensors(handle, names)
             )

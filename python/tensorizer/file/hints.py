@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,40 @@ _DTYPES = {
     "f32": "float32",
     "f64": "float64",
     "f8": "float8_e4m3fn",
+}
+#: Names of options in other libraries, and in functions of the old package, and ours for each.
+_OPTIONS = {
+    "buffer_size": "memory_limit",
+    "cache": "cache_dir",
+    "copy": "clone",
+    "destination": "uri",
+    "file_obj": "uri",
+    "filename": "uri",
+    "filter": "filter_func",
+    "keys": "names",
+    "map_location": "device",
+    "max_workers": "num_readers",
+    "num_threads": "num_readers",
+    "num_workers": "num_readers",
+    "path": "uri",
+    "path_uri": "uri",
+    "process_group": "group",
+    "show_progress": "progress",
+    "tensor_names": "names",
+    "threads": "num_readers",
+    "torch_dtype": "dtype",
+    "use_mmap": "mmap",
+    "verify": "verify_hash",
+}
+#: What does the same as options of other libraries that have no option here.
+_OTHER_WAYS = {
+    "framework": "tensors are always those of torch",
+    "key": "encryption= takes keys",
+    "pickle_module": "nothing in a file is run",
+    "retries": "TENSORIZER_ATTEMPTS sets the tries of a request",
+    "strict": "TensorDeserializer.load_into_module() has strict=",
+    "token": "HF_TOKEN is read for hf:// addresses, and headers= goes with requests to others",
+    "weights_only": "nothing in a file is run",
 }
 #: The most names that are compared with a wrong one.
 _MOST_NAMES = 20_000
@@ -50,8 +84,12 @@ def of_dtype(dtype: object) -> str:
     return ": expected one such as 'bfloat16', 'float16', 'float32' or 'float64'"
 
 
-def of_option(name: str, known: Iterable[str]) -> str:
+def of_option(name: str, known: Collection[str]) -> str:
     """Return a hint about an option that is not known."""
+    if _OPTIONS.get(name) in known:
+        return f"; it is called {_OPTIONS[name]!r} here"
+    if name in _OTHER_WAYS:
+        return f"; {_OTHER_WAYS[name]}"
     close = difflib.get_close_matches(name, sorted(known), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -64,6 +102,11 @@ def of_name(name: Name | int, names: Sequence[Name]) -> str:
     found = next((one for one in texts if one.endswith(f".{name}")), None)
     if found is not None:
         prefix = found.removesuffix(name)
+        if prefix == ".":
+            return (
+                f", which has {found!r}: write_module names the tensors of the module itself with "
+                "a dot first, and load_into_module() finds them with and without it"
+            )
         has_each = common_prefix(texts).startswith(prefix)
         begins = "every name begins" if has_each else "its name begins"
         return f", which has {found!r}: {begins} with {prefix!r}"

@@ -87,7 +87,7 @@ def iterate(
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded
             and with their total number, on the thread that waits for the next tensor. It cannot use
             the iterator (``RuntimeError``). The iterator raises an exception from it. True shows a
-            bar if stderr is a terminal.
+            bar on a terminal or in a notebook.
         options: How the file is read: see :class:`ReadOptions`. Tensors are compared with their
             hashes before they are handed out. ``memory_limit`` bounds ``buffer_bytes``; the buffers
             of reads take the rest.

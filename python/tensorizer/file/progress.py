@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -55,8 +56,8 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._callback: Callable[[int, int], object] | None = None
         if not isinstance(progress, bool):
             self._callback = progress
-        elif progress and sys.stderr is not None and sys.stderr.isatty():
-            self._callback = TerminalBar().show
+        elif progress:
+            self._callback = _bar()
         self.total = total
         self.waits_for_flush = False
         self._done = -1
@@ -106,6 +107,40 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
             self.finish()
 
 
+def _bar() -> Callable[[int, int], None] | None:
+    """Return a function that shows a bar in a notebook or on the terminal; None without either."""
+    if "ipykernel" in sys.modules:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            return TerminalBar().show
+        return TqdmBar(tqdm).show
+    return TerminalBar().show if sys.stderr is not None and sys.stderr.isatty() else None
+
+
+class TqdmBar:
+    """A progress bar of tqdm, which begins with the first report."""
+
+    def __init__(self, tqdm: Callable[..., Any]) -> None:
+        self._tqdm = tqdm
+        self._bar: Any = None
+
+    def show(self, done: int, total: int) -> None:
+        """Show the progress; the bar is closed with the last byte."""
+        if self._bar is None:
+            self._bar = self._tqdm(unit="B", unit_scale=True)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+        self._bar.refresh()
+        if done == total:
+            self.close()
+
+    def close(self) -> None:
+        """End the bar, also of a load that failed."""
+        if self._bar is not None:
+            self._bar.close()
+
+
 def _duration(seconds: float) -> str:
     """Return a duration as text: ``"8 s"``, ``"3:05 min"``, ``"2:03 h"``."""
     whole = round(seconds)
@@ -123,27 +158,31 @@ class TerminalBar:
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self._shown = -_REDRAW_SECONDS
-        self._ended = False
+        self._ended = -1
 
     def show(self, done: int, total: int) -> None:
-        """Show the progress, some times a second; the line ends with the last byte."""
+        """Show the progress, some times a second; the line ends with the last byte.
+
+        A larger total begins another line.
+        """
         now = time.monotonic() - self._begun
-        if self._ended or (done < total and now - self._shown < _REDRAW_SECONDS):
+        if total <= self._ended or (done < total and now - self._shown < _REDRAW_SECONDS):
             return
-        self._ended = 0 < total <= done
+        is_last = 0 < total <= done
         self._shown = now
         share = done / total if total else 1.0
         bar = "#" * int(_BAR_WIDTH * share)
         rate = done / max(now, 1e-3)
         far = f"{convert_bytes(done)} of {convert_bytes(total)}, {convert_bytes(rate)}/s"
-        left = "" if self._ended or not rate else f", {_duration((total - done) / rate)} left"
+        left = "" if is_last or not rate else f", {_duration((total - done) / rate)} left"
         # One line of the terminal, over the line before.
         room = shutil.get_terminal_size().columns - 1
         line = f"[{bar:<{_BAR_WIDTH}}] {share:4.0%} {far}"
         line += left if len(line) + len(left) <= room else ""
-        end = "\n" if self._ended else ""
+        end = "\n" if is_last else ""
+        self._ended = total if is_last else self._ended
         try:
             print(f"\r{line[:room]:<{room}}", end=end, file=sys.stderr, flush=True)
         except OSError:
             # The terminal is gone, which is no reason to end the load or save.
-            self._ended = True
+            self._ended = sys.maxsize

@@ -66,8 +66,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         plaid_mode_buffers: Ignored.
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded,
             and with the number of bytes of the chosen tensors, on the thread that loads, which
-            waits for it. An exception from it ends the load. True shows a bar if stderr is a
-            terminal.
+            waits for it. An exception from it ends the load. True shows a bar on a
+            terminal or in a notebook.
         options: How the file is read: see :class:`LoadOptions`.
 
     Raises:

@@ -54,8 +54,8 @@ def save(
             which is written last.
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are written
             and with their total number, at least at the end, on the calling thread, which waits for
-            it. An exception from it ends the call, and the file is abandoned. True shows a bar if
-            stderr is a terminal.
+            it. An exception from it ends the call, and the file is abandoned. True shows a bar on a
+            terminal or in a notebook.
         allow_meta: True to record names, dtypes and shapes of tensors on the ``meta`` device, which
             a load returns as zeros; otherwise they are refused. Only for ``.tensors`` files.
         options: How the file is written: see :class:`SaveOptions`.

@@ -16,6 +16,7 @@ from ..tensors import sharding, subclasses, without_data
 from .file_writer import FileWriter
 from .nesting import named_leaves
 from .options import SaveOptions, takes
+from .progress import ProgressReporter, ProgressType, data_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -49,6 +50,9 @@ class TensorSerializer:
         compress_tensors: Has no effect.
         limit_cpu_concurrency: The number of threads that hash and write at once; None for one per
             core.
+        progress: Called as ``progress(done, total)`` with the bytes of tensor data that are written
+            and with those of all writes that were begun, on the thread of each write. True shows a
+            bar on a terminal or in a notebook.
         options: How the file is written: see :class:`SaveOptions`.
 
     Raises:
@@ -67,6 +71,7 @@ class TensorSerializer:
         compress_tensors: bool = False,
         *,
         limit_cpu_concurrency: int | None = None,
+        progress: ProgressType = False,
         **options: Unpack[SaveOptions],
     ) -> None:
         if compress_tensors:
@@ -76,8 +81,13 @@ class TensorSerializer:
         self.compress_tensors = bool(compress_tensors)
         self.total_compressed_tensor_bytes = 0
         self.lz4_frame = None
+        self._progress = ProgressReporter(progress)
         self._file = FileWriter(
-            file_obj, limit_cpu_concurrency=limit_cpu_concurrency, allow_meta=True, **options
+            file_obj,
+            limit_cpu_concurrency=limit_cpu_concurrency,
+            progress=self._progress,
+            allow_meta=True,
+            **options,
         )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
 
@@ -119,7 +129,7 @@ class TensorSerializer:
                 warnings.simplefilter("ignore", UserWarning)
                 tensor = torch.from_numpy(tensor)
         _warn_of_meta([name], [tensor])
-        self._file.write([name], [TensorType(tensor_type)], [idx], [tensor])
+        self._write([name], [TensorType(tensor_type)], [idx], [tensor])
 
     def write_module(
         self,
@@ -177,7 +187,7 @@ class TensorSerializer:
             self._file.native.add_metadata(*strides)
         kinds = [kind for _, _, kind, _, _ in found]
         indices = [min(index, _LAST_MODULE_INDEX) for index, _, _, _, _ in found]
-        self._file.write(names, kinds, indices, tensors)
+        self._write(names, kinds, indices, tensors)
         if remove_tensors:
             for _, _, _, slot, _ in found:
                 setattr(slot.module, slot.attribute, None)
@@ -196,7 +206,19 @@ class TensorSerializer:
         """
         names, tensors = named_leaves(state_dict)
         _warn_of_meta(names, tensors)
-        self._file.write_leaves(names, tensors)
+        count = len(tensors)
+        self._write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
+
+    def _write(
+        self,
+        names: Sequence[Name],
+        kinds: Sequence[TensorType],
+        modules: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self._progress.total += data_bytes(tensors)
+        self._file.write(names, kinds, modules, tensors)
+        self._progress.finish()
 
     # Ending
 

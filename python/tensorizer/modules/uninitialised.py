@@ -69,11 +69,17 @@ def no_init_or_tensor(loading_code: Callable[[], T] | None = None) -> Any:
         loading_code: Run this inside and return its result. None returns a context manager.
 
     Raises:
-        TypeError: ``loading_code`` is neither None nor callable.
+        TypeError: ``loading_code`` is neither None nor callable, or it is a module.
 
     """
     if loading_code is None:
         return _no_init()
+    if isinstance(loading_code, torch.nn.Module):
+        # It can be called, with the arguments of its forward pass.
+        raise TypeError(
+            f"no_init_or_tensor takes a function that builds the module, such as lambda: "
+            f"{type(loading_code).__name__}(...), not a module that was built before"
+        )
     if not callable(loading_code):
         raise TypeError(f"loading_code must be callable or None, not {loading_code!r}")
     with _no_init():

@@ -16,7 +16,7 @@ from .raw import TensorSpec, deserialize, serialize, serialize_file
 from .reading import PySafeSlice, safe_open
 from .safetensors_file import TensorMeta
 from .sharing import storage_ptr, storage_size
-from .torch_functions import load, load_file, load_model, save, save_file, save_model
+from .torch import load, load_file, load_model, save, save_file, save_model
 
 __all__ = [
     "PrefetchLoader",

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._native import dicts_with_value
 from .._patching import Patch
-from . import torch_functions
+from . import torch as torch_functions
 from .prefetching import PrefetchLoader
 from .reading import PySafeSlice, safe_open
 from .safetensors_file import TensorMeta

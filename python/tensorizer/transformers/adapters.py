@@ -65,7 +65,8 @@ def load_adapter(
             :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
 
     """
-    refuse_hub_arguments(kwargs)
+    folder = ModelFolder(address)
+    refuse_hub_arguments(folder, kwargs)
     for name in _UNSUPPORTED:
         if kwargs.pop(name, None):
             raise NotImplementedError(
@@ -73,7 +74,6 @@ def load_adapter(
                 "tensorizer.safetensors.tensorizer_safetensors()"
             )
     peft = library("peft")
-    folder = ModelFolder(address)
     ignores = kwargs.pop("ignore_mismatched_sizes", False)
     device = kwargs.pop("torch_device", None)
     options = TensorFileOptions(progress, None, split_options(ReadOptions, kwargs))

@@ -41,7 +41,7 @@ _OF_ENGINES = (
 #: Arguments by which the libraries select files on their hub.
 _OF_THE_HUB = {
     *("subfolder", "revision", "code_revision", "token", "use_auth_token", "proxies"),
-    *("force_download", "local_files_only", "gguf_file", "state_dict", "use_safetensors"),
+    *("force_download", "gguf_file", "state_dict"),
 }
 
 
@@ -75,8 +75,8 @@ def load_config(
             library refuses it.
 
     """
-    refuse_hub_arguments(kwargs)
     folder = ModelFolder(address)
+    refuse_hub_arguments(folder, kwargs)
     with fetched_files(folder, headers) as files:
         files.fetch([CONFIG])
         if read_config(files).get("_class_name") is not None:
@@ -180,7 +180,7 @@ def _from_auto_class(
 ) -> Any:
     """Return the object that an auto class makes of a tokenizer's and of further files."""
     folder = ModelFolder(address)
-    refuse_hub_arguments(kwargs)
+    refuse_hub_arguments(folder, kwargs)
     with fetched_files(folder, headers) as files:
         _fetch_tokenizer(files, extra_files)
         names = [name for name in (*extra_files, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
@@ -223,13 +223,21 @@ def read_config(files: FetchedFiles) -> dict[str, Any]:
     raise refusal(files, CONFIG, f"no {CONFIG}", ": pass config=, or the folder that has it")
 
 
-def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that the address replaces.
+def refuse_hub_arguments(folder: ModelFolder, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that the address replaces, and remove those that have no effect here.
+
+    Any kind of weights is read without running code, and of a local folder nothing but local files.
 
     Raises:
-        TypeError: There is such an argument.
+        TypeError: There is an argument that the address replaces.
 
     """
+    kwargs.pop("use_safetensors", None)
+    if kwargs.pop("local_files_only", False) and folder.path is None:
+        raise TypeError(
+            "local_files_only= is for local folders; with HF_HUB_OFFLINE=1, hf:// addresses are "
+            "read from the hub's cache on this machine"
+        )
     wrong = sorted(_OF_THE_HUB & kwargs.keys())
     if wrong:
         raise TypeError(

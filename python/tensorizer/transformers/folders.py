@@ -53,7 +53,9 @@ class ModelFolder:
             elif path.is_dir():
                 self.path = path.resolve()
             else:
-                raise FileNotFoundError(f"no folder of a model, and no file: {self.shown}")
+                raise FileNotFoundError(
+                    f"no folder of a model, and no file: {self.shown}{_hub_hint(self.shown)}"
+                )
             return
         found = scheme(address)
         kind = found[0] if found is not None else ""
@@ -97,6 +99,12 @@ class ModelFolder:
     def show(self, name: str) -> str:
         """Return the path or address of a file for messages, without a password and a query."""
         return without_secrets(self.join(name))
+
+
+def _hub_hint(path: str) -> str:
+    """Return a hint about a name that may be that of a repository of the hub."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
+    return f": the model of this name on Hugging Face's hub is hf://{path}" if is_name else ""
 
 
 def _is_repository(base: str) -> bool:

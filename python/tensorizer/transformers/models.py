@@ -87,7 +87,8 @@ def from_pretrained(
             :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
 
     """
-    refuse_hub_arguments(kwargs)
+    folder = ModelFolder(address)
+    refuse_hub_arguments(folder, kwargs)
     if device is None and torch.get_default_device().type == "meta":
         # The library refuses this, too.
         raise RuntimeError(
@@ -97,7 +98,6 @@ def from_pretrained(
     old_name = kwargs.pop("torch_dtype", None)
     dtype = old_name if dtype is None else dtype
     dtype = checked_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
-    folder = ModelFolder(address)
     options = TensorFileOptions(progress, group, split_options(LoadOptions, kwargs))
     with fetched_files(folder, options.headers) as files, options.members:
         files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])

@@ -47,13 +47,8 @@ impl Prologue {
         let malformed = |e: Malformed| e.in_file(uri);
         let mut cursor = Cursor::new(bytes, base, "file prologue");
         if !bytes.starts_with(&MAGIC) {
-            let start = bytes.get(..MAGIC.len()).unwrap_or(bytes).escape_ascii();
-            let found =
-                looks_like(bytes).map_or_else(|| format!("found \"{start}\""), str::to_owned);
-            let expected = MAGIC.escape_ascii();
-            return Err(malformed(cursor.error(format!(
-                "Not a tensorizer file: expected it to begin with \"{expected}\", {found}"
-            ))));
+            let what = unknown_format(bytes, uri);
+            return Err(malformed(cursor.error(what)));
         }
         if bytes.len() < PROLOGUE_LEN {
             let found = bytes.len();
@@ -112,27 +107,45 @@ impl Prologue {
         out
     }
 }
-/// Describes a file of another kind by its first bytes, for the end of a message; None if the kind
-/// is unknown.
+/// Returns the message for a file of no format that is read, by its first bytes and its name.
+pub fn unknown_format(bytes: &[u8], uri: &str) -> String {
+    let path = uri.split(['?', '#']).next().unwrap_or(uri);
+    let found = match looks_like(bytes) {
+        Some(kind) => format!("this is {kind}"),
+        None if path.to_ascii_lowercase().ends_with(".safetensors") => {
+            "this is a damaged safetensors file: expected 8 bytes with the length of its header, \
+             then `{`"
+                .to_owned()
+        }
+        None => format!("it begins with \"{}\"", bytes.get(..8).unwrap_or(bytes).escape_ascii()),
+    };
+    format!("no format that tensorizer reads (.tensors, safetensors, torch.save): {found}")
+}
+
+/// Names the kind of a file by its first bytes; None if it is unknown.
 pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
     let text = bytes.trim_ascii_start().to_ascii_lowercase();
     Some(match bytes {
-        [] => "and it is empty",
-        [_, _, _, _, _, 0, 0, 0, b'{', ..] => "and this looks like a safetensors file",
-        [b'P', b'K', 5, 6, ..] => "and this looks like a zip archive that holds nothing",
+        [] => "an empty file",
+        [_, _, _, _, _, 0, 0, 0, b'{', ..] => "a safetensors file",
+        [b'P', b'K', 5, 6, ..] => "a zip archive that holds nothing",
         [0x80, 2..=5, ..] => {
-            "and this looks like a pickle that torch.save did not write: the program that wrote it \
-             can load it, and save its tensors"
+            "a pickle that torch.save did not write: the program that wrote it can load it, and \
+             save its tensors"
         }
-        [0x1f, 0x8b, ..] => "and this looks like a gzip file: decompress it first",
-        [b'G', b'G', b'U', b'F', ..] => "and this looks like a GGUF file",
+        [0x1f, 0x8b, ..] => "a gzip file: decompress it first",
+        [b'G', b'G', b'U', b'F', ..] => "a GGUF file: transformers reads it with gguf_file=",
+        [0x89, b'H', b'D', b'F', ..] => "an HDF5 file, as Keras saves weights: h5py reads it",
+        [0x93, b'N', b'U', b'M', b'P', b'Y', ..] => "an array of numpy: numpy.load reads it",
+        // Field 1, the version of its format, then a name of field 2 or another message.
+        [8, 1..=20, 0x12 | 0x1a | 0x22 | 0x3a | 0x42, ..] => "probably an ONNX model: onnx reads it",
         _ if bytes.starts_with(b"version https://git-lfs") => {
-            "and this is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
+            "a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
         }
         _ if text.starts_with(b"<!doctype html") || text.starts_with(b"<html") => {
-            "and this looks like an HTML page, as servers send for errors and logins"
+            "an HTML page, as servers send for errors and logins"
         }
-        _ if text.starts_with(b"<?xml") => "and this looks like XML, as servers send errors",
+        _ if text.starts_with(b"<?xml") => "XML, as servers send errors",
         _ => return None,
     })
 }

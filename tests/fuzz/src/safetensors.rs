@@ -79,7 +79,7 @@ const STRICTER: [(&str, &str); 9] = [
     ("at most 64 dimensions", "torch has no more"),
     ("is too large", "torch cannot compute the strides of such shapes"),
     ("expected a string", "dtypes as objects"),
-    ("Not a tensorizer file", "white space before the header"),
+    ("no format that tensorizer reads", "white space before the header"),
     ("needs a last dimension that is a multiple", "torch packs several values into one element"),
     ("name is too long", "more than 65,535 bytes of name"),
 ];

@@ -1,4 +1,4 @@
-//! The server of `s3://` addresses, by what is known: the table of `docs/reference/addresses.md`.
+//! The server of `s3://` addresses: the table of `docs/reference/addresses/s3.md`.
 
 /// The keys that the call, or its `.s3cfg`, states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +86,7 @@ mod tests {
         reads: true,
     };
 
-    /// The table of `docs/reference/addresses.md`.
+    /// The table of `docs/reference/addresses/s3.md`.
     #[test]
     fn settings_determine_the_server() {
         use ServerChoice::{Aws, Endpoint, OldDefault};

@@ -36,10 +36,8 @@ impl Context {
     /// Opens the context of the device that torch calls `cuda:<index>`.
     pub fn open(index: u32) -> Result<Self> {
         let name = format!("cuda:{index}");
-        let Some(driver) = driver::driver() else {
-            let what = "the CUDA driver (libcuda.so.1) was not found".to_owned();
-            return Err(Error::Device { device: name, what });
-        };
+        let driver = driver::driver()
+            .map_err(|why| Error::Device { device: name.clone(), what: why.to_owned() })?;
         let (raw, owner) = (ptr::null_mut(), OwnerProcess::current());
         let mut context = Context { name, driver, raw, device: 0, owner };
         let ordinal = c_int::try_from(index).unwrap_or(c_int::MAX);

@@ -49,17 +49,24 @@ macro_rules! functions {
         }
 
         impl Driver {
-            fn open() -> Option<Self> {
+            fn open() -> Result<Self, &'static str> {
                 // SAFETY: the driver's initialisers may run at any time. Each function has the
                 // type that `cuda.h` gives it, since CUDA 10.1 and in all later versions.
                 unsafe {
-                    let library = Library::open(c"libcuda.so.1")?;
+                    let library = Library::open(c"libcuda.so.1")
+                        .ok_or("the CUDA driver (libcuda.so.1) was not found")?;
                     $(
                         let name = concat!($symbol, "\0").as_bytes();
-                        let $field = library.find(std::ffi::CStr::from_bytes_with_nul(name).ok()?)?;
+                        let $field = std::ffi::CStr::from_bytes_with_nul(name)
+                            .ok()
+                            .and_then(|name| library.find(name))
+                            .ok_or(concat!(
+                                "the CUDA driver (libcuda.so.1) has no function ", $symbol,
+                                ": update the driver"
+                            ))?;
                     )+
                     let copy_batch = CopyBatch::find(library);
-                    Some(Driver { copy_batch, $($field),+ })
+                    Ok(Driver { copy_batch, $($field),+ })
                 }
             }
         }
@@ -173,8 +180,8 @@ functions! {
     destroy_event = "cuEventDestroy_v2" (Event);
 }
 
-/// Returns the driver of this process, if there is one.
-pub fn driver() -> Option<&'static Driver> {
-    static DRIVER: PerProcess<OnceLock<Option<Driver>>> = PerProcess::new();
-    DRIVER.get().get_or_init(Driver::open).as_ref()
+/// Returns the driver of this process, or why there is none.
+pub fn driver() -> Result<&'static Driver, &'static str> {
+    static DRIVER: PerProcess<OnceLock<Result<Driver, &'static str>>> = PerProcess::new();
+    DRIVER.get().get_or_init(Driver::open).as_ref().map_err(|why| *why)
 }

@@ -16,7 +16,18 @@ from ..tensors import subclasses
 from .errors import as_safetensor_errors
 from .reading import safe_open
 from .safetensors_file import SafetensorsFile, check_filename
-from .sharing import _find_shared_tensors, _remove_duplicate_names
+from .sharing import _find_shared_tensors, _remove_duplicate_names, storage_ptr, storage_size
+
+__all__ = [
+    "load",
+    "load_file",
+    "load_model",
+    "save",
+    "save_file",
+    "save_model",
+    "storage_ptr",
+    "storage_size",
+]
 
 
 @limited
