@@ -1,7 +1,7 @@
 """Measures how fast a file is loaded with one reader, two, and so on.
 
-python examples/benchmark_buffer_size.py ADDRESS [--readers 1 2 4 8 0] [--iterations 5]
-    [--device DEVICE] [--verify] [--json]
+python examples/benchmark_buffer_size.py ADDRESS [--num-readers 1 2 4 8 0] [--iterations 5]
+    [--device DEVICE] [--verify-hash] [--json]
 
 ADDRESS is a path, or any address that can be read. There is no size of a buffer to find any more:
 a reader moves bytes straight into the tensors' memory. What is left to choose is how many readers
@@ -25,7 +25,7 @@ def load(args: argparse.Namespace, readers: int) -> tuple[dict[str, torch.Tensor
     """Return the tensors and the seconds that they took."""
     start = time.perf_counter()
     with TensorDeserializer(
-        args.address, args.device, num_readers=readers or None, verify_hash=args.verify
+        args.address, args.device, num_readers=readers or None, verify_hash=args.verify_hash
     ) as file:
         tensors = dict(file.items())
     if args.device.type == "cuda":
@@ -58,16 +58,16 @@ def measure(args: argparse.Namespace, readers: int, expected: dict[str, torch.Te
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure loads with several numbers of readers.")
     parser.add_argument("address")
-    parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4, 8, 0])
+    parser.add_argument("--num-readers", type=int, nargs="+", default=[1, 2, 4, 8, 0])
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--device", type=torch.device, default=get_device())
-    parser.add_argument("--verify", action="store_true", help="compare hashes, which takes time")
+    parser.add_argument("--verify-hash", action="store_true", help="compare hashes, which takes time")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each number")
     args = parser.parse_args()
 
     # This one also brings a local file into the page cache.
     expected, _ = load(args, 0)
-    for readers in args.readers:
+    for readers in args.num_readers:
         found = measure(args, readers, expected)
         if args.json:
             print(json.dumps(found))

@@ -1,6 +1,6 @@
 """Loads into a model what serialize.py has saved, and says how long it took, and why.
 
-python examples/deserialize.py [URI] [--model NAME] [--device DEVICE] [--readers N] [--verify]
+python examples/deserialize.py [URI] [--model NAME] [--device DEVICE] [--num-readers N] [--verify-hash]
 
 URI and NAME are those of serialize.py. With a NAME that has a tokenizer, the model goes on with a
 sentence. Needs ``pip install transformers``.
@@ -22,8 +22,8 @@ def main() -> None:
     parser.add_argument("uri", nargs="?", default="model.tensors")
     parser.add_argument("--model", metavar="NAME")
     parser.add_argument("--device", type=torch.device, default=get_device())
-    parser.add_argument("--readers", type=int, metavar="N", help="as many as help, without it")
-    parser.add_argument("--verify", action="store_true", help="compare the hashes of the file")
+    parser.add_argument("--num-readers", type=int, metavar="N", help="as many as help, without it")
+    parser.add_argument("--verify-hash", action="store_true", help="compare the hashes of the file")
     parser.add_argument("--prompt", default="The quick brown fox")
     args = parser.parse_args()
 
@@ -34,7 +34,7 @@ def main() -> None:
     before = get_mem_usage()
     start = time.perf_counter()
     with TensorDeserializer(
-        args.uri, args.device, num_readers=args.readers, verify_hash=args.verify
+        args.uri, args.device, num_readers=args.num_readers, verify_hash=args.verify_hash
     ) as deserializer:
         count = deserializer.load_into_module(model, strict=True)
     seconds = time.perf_counter() - start

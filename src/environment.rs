@@ -263,8 +263,6 @@ macro_rules! variables {
 }
 
 variables! {
-    CONNECTIONS = "TENSORIZER_CONNECTIONS", 0, ANY,
-        "connections of a load or an upload, unless the call gives a number; 0: chosen automatically";
     ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, 1..=u64::MAX, "attempts for one request, the first included; those that brought 64 KiB, and those that a busy server (408, 429, 503) refused, do not count";
     CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, TIME, "timeout for opening a connection";
     STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, TIME, "timeout while a server sends nothing";
@@ -274,7 +272,7 @@ variables! {
         "bytes per second that a call may receive from servers, or send to them; 0: no limit";
     UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0, ANY,
         "memory for the parts of an upload, in MiB: less memory allows fewer connections; 0: as much as they need";
-    MEMORY_MB = "TENSORIZER_MEMORY_MB", 0, ANY,
+    MEMORY_LIMIT_MB = "TENSORIZER_MEMORY_LIMIT_MB", 0, ANY,
         "memory that a call may use in addition to its tensors, in MiB, unless it has a `memory_limit`; 0: as much as it needs";
     CACHE_GB = "TENSORIZER_CACHE_GB", 0, ANY,
         "maximum size of that folder, in GB: the least recently used files are removed first; 0: all but 5 % of its disk";
@@ -285,8 +283,8 @@ variables! {
     IN_FLIGHT_MB = "TENSORIZER_IN_FLIGHT_MB", 64, ANY,
         "copies in flight, in MiB, beyond which readers wait and take no more of that memory";
     STREAMS = "TENSORIZER_STREAMS", 2, 1..=16, "CUDA streams over which the copies of a call are distributed: 1 to 16";
-    READERS = "TENSORIZER_READERS", 0, ANY,
-        "readers of a local file, unless the call gives a number; 0: chosen automatically";
+    NUM_READERS = "TENSORIZER_NUM_READERS", 0, ANY,
+        "readers of local files, connections of a load from a server and of an upload, unless the call has a `num_readers`; 0: chosen automatically";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1, 0..=2,
         "whether loads read files that are not in the page cache with direct reads (`O_DIRECT`): 1, unless `LOCAL_WORLD_SIZE` or `group=` says that several processes of this machine load; 2, always; 0, never";
     NUMA = "TENSORIZER_NUMA", 1, 0..=1,
@@ -377,10 +375,10 @@ mod tests {
     #[test]
     fn a_misspelt_variable_is_named_with_the_nearest_known_one() {
         let warn = |names: &[&str]| warning_of_unknown(names.iter().copied());
-        let said = warn(&["HOME", "TENSORIZER_READER", "TENSORIZER_BUFFERED_LOADS"]).unwrap();
-        assert!(said.contains("TENSORIZER_READER (the nearest known name is TENSORIZER_READERS)"));
+        let said = warn(&["HOME", "TENSORIZER_NUM_READER", "TENSORIZER_BUFFERED_LOADS"]).unwrap();
+        assert!(said.contains("TENSORIZER_NUM_READER (the nearest known name is TENSORIZER_NUM_READERS)"));
         assert!(said.contains("TENSORIZER_BUFFERED_LOADS,"), "{said}");
-        let known = ["TENSORIZER_READERS", "TENSORIZER_CACHE", "TENSORIZER_TORCH", "tensorizer_x"];
+        let known = ["TENSORIZER_NUM_READERS", "TENSORIZER_CACHE", "TENSORIZER_TORCH", "tensorizer_x"];
         assert_eq!(warn(&known), None);
         let service = ["TENSORIZER_SERVICE_HOST", "TENSORIZER_PORT", "TENSORIZER_X_PORT_80_TCP"];
         assert_eq!(warn(&service), None);

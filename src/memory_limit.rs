@@ -3,7 +3,7 @@
 //!
 //! Pure functions of numbers, except for the limit of the environment.
 
-use crate::environment::MEMORY_MB;
+use crate::environment::MEMORY_LIMIT_MB;
 use crate::error::{Error, Result};
 use crate::sys::to_usize;
 
@@ -154,7 +154,7 @@ impl MemoryLimit {
     /// Returns this limit, or that of the environment if the caller sets none.
     pub fn or_environment(self) -> Result<Self> {
         let of_all = || -> Result<Option<u64>> {
-            let all = Some(MEMORY_MB.value()?.saturating_mul(1 << 20)).filter(|&all| all > 0);
+            let all = Some(MEMORY_LIMIT_MB.value()?.saturating_mul(1 << 20)).filter(|&all| all > 0);
             Ok(all.map(|all| all.saturating_sub(self.reserved)))
         };
         let bytes = self.bytes.map_or_else(of_all, |bytes| Ok(Some(bytes)))?;

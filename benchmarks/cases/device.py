@@ -36,7 +36,7 @@ SWEPT = {
     "TENSORIZER_STAGING_KB": (4096, 8192, 16384),
     "TENSORIZER_IN_FLIGHT_MB": (16, 32),
     "TENSORIZER_STREAMS": (1, 3, 4, 8),
-    "TENSORIZER_READERS": (2, 4, 8, 16),
+    "TENSORIZER_NUM_READERS": (2, 4, 8, 16),
 }
 #: Paths of compute-sanitizer if it is not on the PATH.
 SANITIZERS = ("usr/local/cuda*/bin/compute-sanitizer", "opt/nvidia/*/bin/compute-sanitizer")

@@ -36,7 +36,7 @@ def advice(
     Args:
         figures: Those of ``load --json``.
         read_seconds: Seconds of reading, summed over all connections.
-        chosen: True if ``--readers`` was given.
+        chosen: True if ``--num-readers`` was given.
         mapped: True if a local file was used in place.
         bypasses_cache: True if direct reads left nothing of a local file in the page cache.
         huge_pages: True if the system gives huge pages to memory that requests them.
@@ -74,11 +74,11 @@ def _network(figures: dict[str, Any], read_seconds: float, chosen: bool) -> str:
     connections, most = figures["connections"], figures["connections_at_most"]
     said = f"{plural(connections, 'connection')} of {rate}/s each; "
     if chosen:
-        return said + "more may help: without --readers their number is chosen automatically"
+        return said + "more may help: without --num-readers their number is chosen automatically"
     if most == 1:
         return said + "this server or this memory limit allows no more than one"
     if connections >= most:
-        return said + "this is the most that is chosen automatically; more --readers may help"
+        return said + "this is the most that is chosen automatically; more --num-readers may help"
     if figures["seconds"] < _SHORT:
         return said + "the load was too short to find out whether more would help"
     return said + "more would not help: twice as many did not bring 15 % more, or CPUs are busy"

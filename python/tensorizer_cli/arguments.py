@@ -49,7 +49,7 @@ _DECRYPTING = {
 _ENCRYPTING = {"encrypt": ("", "the key, one of"), "rekey": ("new-", "the new key, one of")}
 #: Options that are None for a command without them.
 _OPTIONAL = (
-    "quiet json key skip_objects allow_class clear_metadata max_shard_size readers memory_limit"
+    "quiet json key skip_objects allow_class clear_metadata max_shard_size num_readers memory_limit"
 )
 #: The largest alignment that the core writes.
 _LARGEST_ALIGNMENT = 2 << 20
@@ -203,7 +203,7 @@ def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     flag = functools.partial(add, action="store_true")
     flag(" ".join(made.keys() - {"completion"}), "--json", "print one JSON object")
     readers = "threads that read at once; automatic"
-    add(_READING, "--readers", readers, type=_number(1, 4096), metavar="N")
+    add(_READING, "--num-readers", readers, type=_number(1, 4096), metavar="N")
     limit = "most bytes in flight, such as 64MiB, including the tensors of a copy"
     add(_READING, "--memory-limit", limit, type=_bytes, metavar="N")
     flag(_READING, "-q --quiet", "no progress and no summary")
@@ -235,7 +235,7 @@ def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     add("info", "--depth", "levels of modules; 3, and 0 for none", default=3, **count)
     add("info", "--largest", "largest tensors; 5", default=5, **count)
     add("load", "--device", "such as cuda:0; cpu", default="cpu", metavar="D")
-    flag("load", "--verify", "compare tensors with their hashes")
+    flag("load", "--verify-hash", "compare tensors with their hashes")
     flag("load", "--mmap", "use a local file in place")
     sharding = "split a safetensors file beyond so many bytes of tensors, as in 5GB"
     for name in ("verify", "cp"):

@@ -55,7 +55,7 @@ def open_file(
     opened: BatchedFile
     allow_classes(options.allow_class or ())
     if folder is None:
-        more |= {"num_readers": options.readers, "memory_limit": limit, "progress": progress}
+        more |= {"num_readers": options.num_readers, "memory_limit": limit, "progress": progress}
         opened = BatchedFile(file, params, **more)
     elif "sha256" in more:
         raise ValueError(f"{folder} is a checkpoint: --sha256 and --sums are for other files")

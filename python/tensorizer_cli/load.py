@@ -82,7 +82,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         file.check_key()
         opened = time.perf_counter() - begun
         faults = _usage().ru_minflt
-        tensors = file.load_all(device, options.verify)
+        tensors = file.load_all(device, options.verify_hash)
         touched = time.perf_counter()
         faults = _usage().ru_minflt - faults
         if mapped:
@@ -129,7 +129,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     figures["advice"] = advice(
         figures,
         read_seconds=read_seconds,
-        chosen=options.readers is not None,
+        chosen=options.num_readers is not None,
         mapped=mapped,
         bypasses_cache=any(name.startswith("direct reads") for name in names),
         huge_pages=_huge_pages(),

@@ -31,7 +31,7 @@ class LoaderOptions:
         device: The device of the tensors; None for the model's.
         encryption_keyfile: A file or address with the key: 32 bytes, or 64 hexadecimal digits.
         cache_dir: A folder that caches data from servers; None for ``TENSORIZER_CACHE``.
-        memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_MB``.
+        memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_LIMIT_MB``.
         distributed: True if ranks read the weights once and give them to each other, False if each
             reads all. ``"auto"``: True, except for local files that are loaded to the CPU, and for
             servers if the first rank has a cache, which the processes of a machine fill together.

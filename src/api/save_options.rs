@@ -65,7 +65,7 @@ pub struct SaveOptions {
     /// True to leave room in the index for the tensors of later writes.
     pub room_for_more: bool,
     /// The memory that a save may have in flight beside its tensors: copies, parts of an upload,
-    /// staging buffers. If it is not set, `TENSORIZER_MEMORY_MB` applies.
+    /// staging buffers. If it is not set, `TENSORIZER_MEMORY_LIMIT_MB` applies.
     pub memory: MemoryLimit,
 }
 

@@ -20,7 +20,7 @@ pub struct LoadOptions {
     pub map: bool,
     /// The memory that the load may have in flight beside its tensors: the buffers of connections,
     /// staging buffers, and bytes that are read but not wanted. If it is not set,
-    /// `TENSORIZER_MEMORY_MB` applies.
+    /// `TENSORIZER_MEMORY_LIMIT_MB` applies.
     pub memory: MemoryLimit,
     /// True if other processes of this machine load the same file at the same time. Bytes that are
     /// not in the page cache are then read through it, once for all processes, and not with direct

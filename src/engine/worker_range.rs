@@ -2,7 +2,7 @@
 
 use super::page_cache::{DIRECT_READERS, PageCacheResidency, local_ranks};
 use super::workers::WorkerRange;
-use crate::environment::READERS;
+use crate::environment::NUM_READERS;
 use crate::error::Result;
 use crate::io::{Capabilities, ReadAt};
 use crate::memory_limit::MemoryLimit;
@@ -16,7 +16,7 @@ pub fn range(
     spared_cores: usize,
     wanted: Option<usize>,
 ) -> Result<WorkerRange> {
-    let of_files = || match (residency, READERS.value()?) {
+    let of_files = || match (residency, NUM_READERS.value()?) {
         (None, _) | (_, 0) => Ok(None),
         (_, number) => Ok(usize::try_from(number).ok()),
     };

@@ -155,7 +155,7 @@ def test_large_tensors_are_verified_in_little_memory(tmp_path):
         assert bool((tensor.cpu() == number).all()), number
     """
     for readers in ("2", "4", "8"):
-        little = {"TENSORIZER_PINNED_MB": "16", "TENSORIZER_READERS": readers}
+        little = {"TENSORIZER_PINNED_MB": "16", "TENSORIZER_NUM_READERS": readers}
         loaded = emulated.run(code, tmp_path / "f", **little)
         assert loaded.returncode == 0, loaded.stderr
 

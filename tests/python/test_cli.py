@@ -268,7 +268,7 @@ def test_readers(tmp_path, capsys):
     tensorizer.save({str(i): torch.full((1 << 18,), float(i)) for i in range(8)}, path)
     for arguments in (("diff", path, path), ("verify", path), ("cp", path, tmp_path / "copy")):
         for readers in (1, 2):
-            assert run(*arguments, "--readers", readers) == 0
+            assert run(*arguments, "--num-readers", readers) == 0
             if arguments[0] != "cp":
                 assert tensorizer.stats()["threads"] == readers
 

@@ -183,7 +183,7 @@ def test_a_checkpoint_is_loaded_and_reported(tmp_path, capsys):
     data = bytearray(file.read_bytes())
     data[data.index(STATE["model"]["w"].numpy().tobytes()[:64]) + 5] ^= 1
     file.write_bytes(data)
-    assert main(["load", "--verify", str(folder)]) == 2
+    assert main(["load", "--verify-hash", str(folder)]) == 2
     assert "failed CRC32 verification" in capsys.readouterr().err
     assert main(["load", "--mmap", str(folder)]) == 2
     assert "is a checkpoint: --mmap is for other files" in capsys.readouterr().err

@@ -69,9 +69,9 @@ def test_a_slow_server_is_the_limit(folder, capsys):
         assert found["path"].startswith("ranges over ")
         assert found["connections"] <= found["connections_at_most"] <= 32
         assert f"{found['connections']} connections of " in found["advice"]
-        one = loaded(capsys, "--readers", 1, server.url)
+        one = loaded(capsys, "--num-readers", 1, server.url)
         assert (one["connections"], one["limit"]) == (1, "network")
-        assert "more may help: without --readers" in one["advice"]
+        assert "more may help: without --num-readers" in one["advice"]
 
 
 @pytest.mark.parametrize("name", ["f", "f.pt", "f.safetensors"])
@@ -88,7 +88,7 @@ def test_a_file(folder, capsys, name):
 
 
 def test_hashes_have_a_share(folder, capsys):
-    found = loaded(capsys, "--verify", folder / "f")
+    found = loaded(capsys, "--verify-hash", folder / "f")
     assert found["shares"]["hash"] > 0
 
 
@@ -106,7 +106,7 @@ def test_a_mapping(folder, capsys):
 
 
 def test_the_text_report_has_a_line_for_each_stage(folder, capsys):
-    assert main(["load", "--verify", str(folder / "f")]) == 0
+    assert main(["load", "--verify-hash", str(folder / "f")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("8 tensors, 8.4 MB in ") and " GB/s, to " in lines[0]
     names = [line.split("  ")[0].strip() for line in lines]
@@ -180,7 +180,7 @@ def figures(stages=None, **more):
         ({}, "8 connections of 125.0 MB/s each; more would not help"),
         ({"connections": 32}, "this is the most that is chosen automatically"),
         ({"connections_at_most": 1, "connections": 1}, "allows no more than one"),
-        ({"chosen": True}, "more may help: without --readers"),
+        ({"chosen": True}, "more may help: without --num-readers"),
         ({"seconds": 0.2}, "too short to find out"),
     ],
 )

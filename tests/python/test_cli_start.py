@@ -119,7 +119,7 @@ def test_a_torch_that_does_not_fit(command, tmp_path, path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("option", ["--readers", "--alignment"])
+@pytest.mark.parametrize("option", ["--num-readers", "--alignment"])
 def test_invalid_numbers_of_options_are_usage_errors(name, option, path, tmp_path, capsys):
     files = [path] if name in ("ls", "info", "verify") else [path, tmp_path / "target"]
     for number in ("-5", "0", "", "x", "1.5", "1e3", "1_0", "٣", "9" * 30, "-" + "9" * 30, "nan"):

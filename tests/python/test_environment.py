@@ -74,8 +74,8 @@ del sys.modules["tensorizer._native"]
 import tensorizer._native
 for _ in range(2): tensorizer.load(sys.argv[1])
 """
-    env = {**os.environ, "TENSORIZER_READER": "4", "TENSORIZER_PORT_80_TCP": "tcp://10.0.0.1:80"}
-    expected = "TENSORIZER_READER (the nearest known name is TENSORIZER_READERS)"
+    env = {**os.environ, "TENSORIZER_NUM_READER": "4", "TENSORIZER_PORT_80_TCP": "tcp://10.0.0.1:80"}
+    expected = "TENSORIZER_NUM_READER (the nearest known name is TENSORIZER_NUM_READERS)"
     done = run_python(code, tmp_path / "f", env=env)
     assert (done.returncode, done.stderr.count(expected)) == (0, 1), done.stderr
     assert "TENSORIZER_PORT_80_TCP" not in done.stderr

@@ -102,7 +102,7 @@ def test_saving_and_loading_a_model(small_model, run, tmp_path):
     assert run("serialize.py") == "saved 547.8 KB to model.tensors\n"
     assert_holds(tmp_path / "model.tensors", tensors_of(small_model))
     assert run("deserialize-simple.py").splitlines()[-1] == answer(small_model)
-    options = ("--verify", "--readers", 2, "--device", "cpu")
+    options = ("--verify", "--num-readers", 2, "--device", "cpu")
     lines = run("deserialize.py", "model.tensors", *options).splitlines()
     assert lines[0].startswith("loaded 29 tensors, 547.8 KB to cpu in ")
     assert lines[-2].startswith("seconds of its threads: ") and "hash" in lines[-2]
@@ -237,13 +237,13 @@ def test_measuring_numbers_of_readers(plain, run, nginx):
     (nginx.root / "f.tensors").write_bytes(plain.read_bytes())
     size = sum(tensor.nbytes for tensor in tensorizer.load(plain, "cpu").values())
     for address in (plain, f"{nginx.http}/f.tensors"):
-        options = ("--readers", 1, 2, 0, "--iterations", 2, "--device", "cpu", "--json")
+        options = ("--num-readers", 1, 2, 0, "--iterations", 2, "--device", "cpu", "--json")
         lines = run("benchmark_buffer_size.py", address, *options).splitlines()
         found = [json.loads(line) for line in lines]
         assert [one["readers"] for one in found] == [1, 2, 0]
         assert all(one["bytes"] == size and len(one["seconds"]) == 2 for one in found)
         assert found[0]["used"] == 1 and found[0]["fallbacks"] == []
-    lines = run("benchmark_buffer_size.py", plain, "--readers", 1, 0).splitlines()
+    lines = run("benchmark_buffer_size.py", plain, "--num-readers", 1, 0).splitlines()
     assert len(lines) == 2 and "as many as help" in lines[1]
 
 

@@ -88,9 +88,9 @@ def test_gaps_read_from_a_server_count_towards_the_memory_limit(nginx):
     wanted, limit = ROWS * 1_500, 16
     address = f"{nginx.http}/gaps"
     # On a busy machine fewer connections are in use at once: the larger of two loads counts.
-    twice = [grown(GAPS, address, 0, TENSORIZER_CONNECTIONS="24") for _ in range(2)]
-    bound = grown(GAPS, address, limit, TENSORIZER_CONNECTIONS="24")
-    by_all = grown(GAPS, address, 0, TENSORIZER_CONNECTIONS="24", TENSORIZER_MEMORY_MB=str(limit))
+    twice = [grown(GAPS, address, 0, TENSORIZER_NUM_READERS="24") for _ in range(2)]
+    bound = grown(GAPS, address, limit, TENSORIZER_NUM_READERS="24")
+    by_all = grown(GAPS, address, 0, TENSORIZER_NUM_READERS="24", TENSORIZER_MEMORY_LIMIT_MB=str(limit))
     assert max(bound, by_all) - wanted <= limit * MIB + SLACK
     assert max(twice) - wanted > limit * MIB + SLACK, "the limit makes no difference"
 
@@ -321,7 +321,7 @@ def test_copies_by_the_command(nginx, tmp_path, store):
     assert_same(tensorizer.load(tmp_path / "copy"), tensorizer.load(path))
     assert grown(COPY, path, 0, tmp_path / "copy") > 32 * MIB + SLACK
     # By the environment, and to a server.
-    took = grown(COPY, path, 0, tmp_path / "copy", TENSORIZER_MEMORY_MB="32")
+    took = grown(COPY, path, 0, tmp_path / "copy", TENSORIZER_MEMORY_LIMIT_MB="32")
     assert took <= 32 * MIB + SLACK
     took = grown(COPY, path, 48, "s3://bucket/copy", **store.settings(), **KEYS)
     assert took <= 48 * MIB + SLACK

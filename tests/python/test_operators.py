@@ -303,9 +303,9 @@ def test_the_library_behind_the_package_is_a_sentence(tmp_path):
 
 def test_the_library_alone_and_the_package_behind_it(tmp_path):
     lib = next((Path(tensorizer.__file__).parent / "lib").glob("*.so"))
-    env = os.environ | {"TENSORIZER_READER": "4"}
+    env = os.environ | {"TENSORIZER_NUM_READER": "4"}
     done = run_python(OTHER_ORDER, tmp_path / "f", lib, env=env, fresh=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the nearest known name is TENSORIZER_READERS") == 1, done.stderr
+    assert done.stderr.count("the nearest known name is TENSORIZER_NUM_READERS") == 1, done.stderr
     assert done.stdout.startswith("1.0\n")
     assert "load either the Python package or libtensorizer_torch.so, not both" in done.stdout

@@ -138,7 +138,7 @@ def test_expired_credentials_are_replaced_before_each_request(moto, saved, ask):
 
 @pytest.mark.parametrize("expiration", ["2100-01-01T00:00:00Z", "2020-01-01T00:00:00Z"])
 def test_uploads_renew_what_expires(moto, request, ask, monkeypatch, expiration):
-    monkeypatch.setenv("TENSORIZER_CONNECTIONS", "2")
+    monkeypatch.setenv("TENSORIZER_NUM_READERS", "2")
     key = f"{request.node.name}.tensors"
 
     class Strict(Relay):

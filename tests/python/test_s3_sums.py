@@ -21,7 +21,7 @@ def server(request, no_settings_of_the_machine, monkeypatch):
     for name, value in server.settings().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
-    monkeypatch.setenv("TENSORIZER_CONNECTIONS", "2")
+    monkeypatch.setenv("TENSORIZER_NUM_READERS", "2")
     return server
 
 

@@ -40,15 +40,15 @@ def iterate(
     device: torch.device | str | None = None,
     *,
     names: Iterable[NameT] | None = None,
-    buffer_bytes: int = 1 << 30,
-    order: Literal["file", "ready"] = "file",
-    dtype: torch.dtype | str | None = None,
     filter_func: FilterFuncType | None = None,
     slices: Mapping[NameT, tuple[int, int, int] | Index] | None = None,
     shard: Shard | None = None,
     group: ProcessGroup | None = None,
-    mmap: bool = False,
+    dtype: torch.dtype | str | None = None,
     progress: ProgressType = False,
+    order: Literal["file", "ready"] = "file",
+    buffer_bytes: int = 1 << 30,
+    mmap: bool = False,
     **options: Unpack[ReadOptions],
 ) -> Iterator[tuple[NameT, torch.Tensor]]:
     """Yield the names and tensors of a file one by one, each as soon as it is loaded.
@@ -69,10 +69,6 @@ def iterate(
         uri: The file, as for :class:`tensorizer.TensorDeserializer`. A file object is closed.
         device: The device of the tensors; None for torch's default device.
         names: Only these tensors; a string is one name. None for all.
-        buffer_bytes: The most bytes that are read ahead of the caller.
-        order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
-            after another. ``"ready"``: in the order in which they are loaded.
-        dtype: Cast floating-point tensors, as :func:`tensorizer.load` does.
         filter_func: Called with each tensor's name; a tensor is left out if it returns something
             false.
         slices: Load only a part of some tensors, by name; only its bytes are read. See
@@ -81,13 +77,17 @@ def iterate(
         group: A process group. All members make this call, and take the same number of tensors.
             Every byte is fetched by one member and given to the others, a batch at a time, in the
             call of ``next`` that needs it. Members may choose different tensors or parts.
-        mmap: On the CPU, use tensors of local files in place, as :func:`tensorizer.load` does: each
-            is a view of a mapping of its file. With ``verify_hash=``, and where the members of a
-            ``group=`` exchange them, they are read.
+        dtype: Cast floating-point tensors, as :func:`tensorizer.load` does.
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded
             and with their total number, on the thread that waits for the next tensor. It cannot use
             the iterator (``RuntimeError``). The iterator raises an exception from it. True shows a
             bar on a terminal or in a notebook.
+        order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
+            after another. ``"ready"``: in the order in which they are loaded.
+        buffer_bytes: The most bytes that are read ahead of the caller.
+        mmap: On the CPU, use tensors of local files in place, as :func:`tensorizer.load` does: each
+            is a view of a mapping of its file. With ``verify_hash=``, and where the members of a
+            ``group=`` exchange them, they are read.
         options: How the file is read: see :class:`ReadOptions`. Tensors are compared with their
             hashes before they are handed out. ``memory_limit`` bounds ``buffer_bytes``; the buffers
             of reads take the rest.

@@ -44,8 +44,9 @@ def load(
 ) -> dict[NameT, torch.Tensor]:
     """Load the tensors of a file, each straight into the memory where it stays.
 
-    ``names``, ``filter_func``, ``slices``, ``shard`` and ``group`` choose the tensors and parts.
-    ``device``, ``out``, ``like`` and ``dtype`` choose their memory and dtype. The options control
+    Most calls need ``device``, ``names``, ``dtype``, ``verify_hash`` and ``progress`` only.
+    ``names``, ``filter_func``, ``slices``, ``shard`` and ``group`` choose the tensors and parts;
+    ``device``, ``out``, ``like`` and ``dtype`` choose their memory and dtype; the options control
     the reading of the file.
 
     Args:

@@ -40,7 +40,7 @@ class ReadOptions(TypedDict, total=False):
             of connections, staging memory, batches of a group, gaps between tensors that are read
             along. As many connections and batches are used as fit. :func:`iterate` counts its
             tensors that are loaded or being read, too. None for the value of
-            ``TENSORIZER_MEMORY_MB``.
+            ``TENSORIZER_MEMORY_LIMIT_MB``.
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
             file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
             ``OSError``. See ``docs/how-to/cache.md``.
@@ -115,7 +115,7 @@ class SaveOptions(TypedDict, total=False):
         memory_limit: The most bytes that a write has in flight in addition to the tensors: copies
             that are encrypted and hashed, staging memory, parts of an upload, and the beginning of
             its object. As many threads and connections are used as fit. None for the value of
-            ``TENSORIZER_MEMORY_MB``.
+            ``TENSORIZER_MEMORY_LIMIT_MB``.
         max_bytes_per_second: The most bytes per second that the call sends to servers; None for the
             value of ``TENSORIZER_MAX_BYTES_PER_SECOND``.
         headers: Header fields of the requests to the server of the address.

@@ -21,7 +21,7 @@ from ..tensors.arrays import opaque_array
 from ..tensors.handles import lend, refuse_short
 from ..tensors.usage import convert_bytes
 from . import hints, unchanged
-from .arguments import checked_verification, named_device, resolve_device
+from .arguments import checked_verification, named_device, names_of, resolve_device
 from .dtensors import load_sharded, sharded_slots
 from .loaded_tensors import LoadedTensors
 from .name_tree import LEFT_OUT, converted, list_or_dict_with_gaps, nested, path_of, plain
@@ -59,6 +59,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex); a
             name such as ``"float16"`` is accepted too. Integers, booleans, and floating-point
             numbers of 8 bits or fewer, which have their scales elsewhere, keep their dtypes.
+        names: Only these tensors; a string is one name. A name that the file lacks is a
+            ``KeyError``.
         lazy_load: Read tensors on first access, in any order. Otherwise all of them are
             read at once and the file is closed. A pipe is read up to the tensor, and those before
             it are kept.
@@ -96,6 +98,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         filter_func: FilterFuncType | None = None,
         dtype: torch.dtype | str | None = None,
         *,
+        names: Iterable[Name] | None = None,
         lazy_load: bool = False,
         plaid_mode: bool | None = None,
         plaid_mode_buffers: int | None = None,
@@ -103,11 +106,14 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         **options: Unpack[LoadOptions],
     ) -> None:
         reporter = ProgressReporter(progress)
+        self._names = names_of(names)
+        self._is_part = filter_func is not None or names is not None
         self._file = OpenFile(
             file_obj,
             dtype=dtype,
             progress=reporter if progress else None,
-            lazily=lazy_load and filter_func is None and not options.get("verify_hash"),
+            lazily=lazy_load and not self._is_part and not options.get("verify_hash"),
+            wanted=self._names,
             closes_stream=True,
             **options,
         )
@@ -147,10 +153,13 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
     @functools.cached_property
     def _selection(self) -> Sequence[int]:
-        every, wants = range(len(self._file.reader)), self._filter
+        chosen: Sequence[int] = range(len(self._file.reader))
+        if self._names is not None:
+            chosen = sorted(set(self._file.find_all(self._names).values()))
+        wants = self._filter
         if wants is None:
-            return every
-        return [number for number in every if wants(self._file.reader.name(number))]
+            return chosen
+        return [number for number in chosen if wants(self._file.reader.name(number))]
 
     @functools.cached_property
     def total_tensor_bytes(self) -> int:
@@ -234,9 +243,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             # Names that no file can hold are a ``ValueError``.
             with contextlib.suppress(KeyError, ValueError):
                 number = self._file.find(name)
-                if self._filter is not None:
+                if self._is_part:
                     return KeyError(
-                        f"Tensor {name!r} of {self._file.uri} was left out by filter_func"
+                        f"Tensor {name!r} of {self._file.uri} was left out by names or filter_func"
                     )
                 steps = "".join(f"[{step!r}]" for step in path_of(self._file.reader.name(number)))
                 return KeyError(
@@ -518,7 +527,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         if strict and len(chosen) < len(reader):
             every = map(reader.name, range(len(reader)))
             everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
-        elif strict or (filter_func is None and self._filter is None):
+        elif strict or (filter_func is None and not self._is_part):
             everything = tensors
         dtypes = self._loaded.dtypes_for_slots(chosen, tensors)
         shapes: Sequence[Sequence[int]] = [shape for _, shape in reader.describe_all(chosen)]

@@ -33,12 +33,12 @@ def from_pretrained(
     cls: type | None = None,
     *,
     device: torch.device | str | None = None,
+    group: ProcessGroup | None = None,
     dtype: torch.dtype | str | None = None,
+    progress: ProgressType = False,
     config: Any = None,
     variant: str | None = None,
     trust_remote_code: bool = False,
-    group: ProcessGroup | None = None,
-    progress: ProgressType = False,
     **kwargs: Any,
 ) -> Any:
     """Load a model of transformers or diffusers.
@@ -55,16 +55,16 @@ def from_pretrained(
         cls: The class of the model: an auto class, a model of transformers, or one of diffusers.
             None for the class that ``config.json`` names.
         device: The device of the model; None for torch's default device.
+        group: A process group whose members all make this call: they read the weights once, and
+            give them to each other.
         dtype: The dtype of floating-point weights. None for that of the configuration, or of the
             first such tensor of the file. ``torch_dtype`` is another name of this argument.
+        progress: Called with the bytes that are loaded, or True for a bar.
         config: A configuration to use instead of ``config.json``: an object of transformers, or a
             dictionary of diffusers.
         variant: The infix of the names of the weights, as in ``model.fp16.safetensors``.
         trust_remote_code: Run Python files of the folder, for models whose code is not part of the
             library.
-        group: A process group whose members all make this call: they read the weights once, and
-            give them to each other.
-        progress: Called with the bytes that are loaded, or True for a bar.
         kwargs: How the weights are read: see :class:`tensorizer.LoadOptions`. ``headers`` and
             ``timeout`` are for the other files, too. And further arguments of ``from_pretrained``
             of the class, such as ``attn_implementation`` and ``device_map``; with diffusers,

@@ -83,13 +83,7 @@ impl FileSink {
 
     /// Opens a device, which cannot be replaced by a rename.
     fn open_special(place: &Place, metadata: &Metadata, uri: String) -> Result<Self> {
-        let kind = metadata.file_type();
-        if kind.is_fifo() || kind.is_socket() {
-            return Err(Error::InvalidArgument(format!(
-                "expected a seekable file, found a pipe or a socket: `{uri}`; the index at the \
-                 beginning is written last, so save to a file and copy that"
-            )));
-        }
+        refuse_pipe(metadata, &uri)?;
         let opened = OpenOptions::new().read(true).write(true).open(place.path());
         let file = opened.map_err(|e| Error::io("creating", &uri, e))?;
         Ok(Self::new(file, uri, None))
@@ -103,9 +97,22 @@ impl FileSink {
     /// Writes into a file that the caller has open for reading and writing. One that tensors of
     /// this process are mapped from is refused.
     pub fn from_file(file: File, uri: String) -> Result<Self> {
+        refuse_pipe(&file.metadata().map_err(|e| Error::io("opening", &uri, e))?, &uri)?;
         refuse_mapped(&file, &uri)?;
         Ok(Self::new(file, uri, None))
     }
+}
+
+/// Refuses a target that cannot be sought in.
+fn refuse_pipe(metadata: &Metadata, uri: &str) -> Result<()> {
+    let kind = metadata.file_type();
+    if !kind.is_fifo() && !kind.is_socket() {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "expected a seekable file, found a pipe or a socket: `{uri}`; the index at the beginning is \
+         written last, so save to a file and copy that"
+    )))
 }
 
 /// Opens a file that is to be written where it lies: one that a process has open and that the path

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::Trust;
 use super::trust::HTTP_SETTINGS;
 use crate::environment::{
-    ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, MAX_BYTES_PER_SECOND, STALL_SECONDS, TOTAL_SECONDS,
+    ATTEMPTS, CONNECT_SECONDS, MAX_BYTES_PER_SECOND, NUM_READERS, STALL_SECONDS, TOTAL_SECONDS,
 };
 use crate::error::Result;
 use crate::sys::to_usize;
@@ -52,7 +52,7 @@ impl TransportOptions {
             trust: Trust::Default,
             credential_trust: Trust::Default,
             trust_settings: HTTP_SETTINGS,
-            connections: Some(to_usize(CONNECTIONS.value()?)).filter(|&number| number > 0),
+            connections: Some(to_usize(NUM_READERS.value()?)).filter(|&number| number > 0),
             max_connections: 256,
             attempts: u32::try_from(ATTEMPTS.value()?).unwrap_or(u32::MAX),
             connect: CONNECT_SECONDS.seconds()?,
