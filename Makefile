@@ -35,7 +35,7 @@ EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAM
 
 .PHONY: demo test test-beside test-rust test-python test-pages test-cuda test-long test-rust-long test-flaky test-other-torch test-vllm test-frameworks check-aarch64 \
   trust lint docs docs-serve packages bench bench-quick gpu gpu-toy build wheels \
-  wheels-manylinux torches release clean
+  wheels-manylinux torches release publish clean
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
 demo:
@@ -185,6 +185,7 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 DOCS := $(CURDIR)/.venv-docs
 docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	$(DOCS)/bin/python tests/packaging/search.py build/docs
 	@! grep -rE '<(script|link|img)[^>]+(src|href)="?(https?:)?//' build/docs --include='*.html'
 
 docs-serve: $(STAMPS)/docs
@@ -213,21 +214,28 @@ gpu-toy: $(STAMPS)/built $(STAMPS)/test
 
 # Wheels in dist/, one for each torch: make wheels TORCHES="2.10 2.11". FROM=tree takes what is compiled.
 TORCHES ?= 2.11
+# NAME is another name of the distribution (the import name stays), URL the address of its page.
 FROM ?= archive
 wheels: $(STAMPS)/torch
-	FROM=$(FROM) bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
+	FROM=$(FROM) NAME=$(NAME) URL=$(URL) bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
 
 # The same in Docker, for glibc 2.28.
 wheels-manylinux:
 	docker build --file tests/packaging/Dockerfile.manylinux --build-arg TORCHES="$(TORCHES)" --output dist .
 
-# The minors of torch that csrc/build.rs has, as JSON: the wheels of a release.
-torches:
-	@sed -n 's/.*RangeInclusive<u32> = \([0-9]*\)\.\.=\([0-9]*\);/\1 \2/p' csrc/build.rs | xargs seq \
-	  | sed 's/.*/"2.&"/' | paste --serial --delimiters=, | sed 's/.*/[&]/'
-
-# What .github/workflows/release.yml ends with: dist as the release of TAG, which names this version.
+# A wheel for each minor of torch that csrc/build.rs has, and dist/index.html, by which pip finds them.
+# For AArch64 everything is compiled only: torch's headers of here are not those of there.
+MINORS = $(shell sed -n 's/.*RangeInclusive<u32> = \([0-9]*\)\.\.=\([0-9]*\);/\1 \2/p' csrc/build.rs | xargs seq | sed 's/^/2./')
 release:
+	@$(MAKE) --no-print-directory wheels TORCHES="$(MINORS)"
+	@$(MAKE) --no-print-directory check-aarch64
+
+# The minors as JSON, for .github/workflows/release.yml.
+torches:
+	@printf '"%s"\n' $(MINORS) | paste --serial --delimiters=, | sed 's/.*/[&]/'
+
+# What that ends with: dist as the release of TAG, which names this version.
+publish:
 	grep --quiet --fixed-strings "version = \"$${TAG#v}\"" Cargo.toml
 	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md dist/*
 
@@ -305,7 +313,7 @@ $(STAMPS)/lint: $(STAMPS)/torch
 
 $(STAMPS)/docs: $(STAMPS)/venv
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(INSTALL) $(DOCS)/bin/python mkdocs==1.6.* mkdocs-material==9.8.* "mkdocstrings[python]==1.0.*" ruff==0.17.*
+	$(INSTALL) $(DOCS)/bin/python mkdocs==1.6.* mkdocs-material==9.8.* "mkdocstrings[python]==1.0.*" ruff==0.17.* lunr==0.8.*
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

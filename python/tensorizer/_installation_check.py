@@ -52,7 +52,7 @@ def _replaced(folder: Path) -> list[str]:
     # Imported here because it takes longer than all the rest.
     from importlib.metadata import distributions
 
-    for distribution in distributions(name="tensorizer", path=[str(folder.parent)]):
+    for distribution in distributions(path=[str(folder.parent)]):
         ours = [file for file in distribution.files or [] if file.suffix == ".py" and file.hash]
         if "tensorizer/_native.py" in map(str, ours):
             hashes = {folder.parent / file: file.hash for file in ours}

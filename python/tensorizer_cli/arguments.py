@@ -75,17 +75,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only when it is requested."""
+    """Prints the version of the build."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         """Print the version and end."""
-        import importlib.metadata  # takes a tenth of a second
-
-        try:
-            version = importlib.metadata.version("tensorizer")
-        except importlib.metadata.PackageNotFoundError:
-            version = "(not installed)"
-        print_line(f"tensorizer {version}")
+        build = Path(__file__).parents[1] / "tensorizer/_build.py"
+        found = dict(re.findall('(\\w+) = "(.+)"', build.read_text() if build.exists() else ""))
+        torch = f" for torch {found['TORCH_MINOR']}" if found else ""
+        print_line(f"tensorizer {found.get('VERSION', '(not built)')}{torch}")
         parser.exit()
 
 

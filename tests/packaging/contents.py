@@ -1,6 +1,7 @@
 """Compares what is in a wheel and in a source archive with the tree: contents.py WHEEL SDIST."""
 
 import json
+import os
 import re
 import sys
 import tarfile
@@ -59,7 +60,9 @@ fields = {
         "Requires-Dist",
     )
 }
-assert fields["Project-URL"] and fields["Requires-Python"] == ["Requires-Python: >=3.10"]
+url = os.environ.get("URL")
+assert fields["Project-URL"] == ([f"Project-URL: Homepage, {url}"] if url else [])
+assert fields["Requires-Python"] == ["Requires-Python: >=3.10"]
 assert {f"Classifier: Programming Language :: Python :: 3.{n}" for n in range(10, 15)} <= {
     *fields["Classifier"]
 }

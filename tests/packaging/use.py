@@ -1,4 +1,4 @@
-"""Uses an installed wheel: use.py CMAKE PROGRAM_FOLDER MINOR, in an empty folder."""
+"""Uses an installed wheel: use.py CMAKE PROGRAM_FOLDER MINOR NAME, in an empty folder."""
 
 import importlib.metadata
 import subprocess
@@ -8,11 +8,11 @@ from pathlib import Path
 import tensorizer
 import torch
 
-cmake, program, minor = sys.argv[1:]
+cmake, program, minor, name = sys.argv[1:]
 package = Path(tensorizer.__file__).parent
 assert package.is_relative_to(sys.prefix), f"{package} is not that of this environment"
-assert importlib.metadata.version("tensorizer").endswith(f"+torch{minor}")
-needed = importlib.metadata.requires("tensorizer")
+assert importlib.metadata.version(name).endswith(f"+torch{minor}")
+needed = importlib.metadata.requires(name)
 assert f"torch=={minor}.*" in needed, needed
 
 tensors = {"weight": torch.randn(40, 30), "bias": torch.arange(5)}

