@@ -159,7 +159,7 @@ test-long: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	PYTHON=$(BIN)/python bash tests/long.sh
 
 # What shows that files can be trusted, for so many seconds in all; tests/trust/campaigns.json lists
-# it. TRUST="kills TLS" chooses; rows go to a page with RECORD=docs/explanation/trust.md.
+# it. TRUST="kills TLS" chooses; rows go to a page with RECORD=tests/trust/README.md.
 SECONDS ?= 600
 trust: $(STAMPS)/built $(STAMPS)/test
 	$(BIN)/python tests/trust/run.py --seconds $(SECONDS) $(if $(RECORD),--record $(RECORD)) $(TRUST)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from tensorizer import (
@@ -16,8 +15,9 @@ from tensorizer import (
     HashMismatchError,
     TensorType,
 )
-from tensorizer._native import local_path, minimum_save_memory
+from tensorizer._native import minimum_save_memory
 from tensorizer.file.file_writer import FileWriter
+from tensorizer.file.progress import ProgressReporter
 from tensorizer.file.to_redis import copy_to_redis
 from tensorizer.file.to_safetensors import is_safetensors_target, save_safetensors
 from tensorizer.streams.addresses import is_address
@@ -32,8 +32,6 @@ from .progress import Progress
 
 _ALIGNMENT = 64
 _DIFFERENT = 1
-#: The weights of a model that is copied as a folder.
-_WEIGHTS = "model.tensors"
 #: The most names in a message.
 _SHOWN = 4
 #: The name of what each command has done.
@@ -50,15 +48,7 @@ def copy(options: argparse.Namespace) -> int:
         if options.no_weights:
             return without_weights.copy(options)
         folder = without_weights.folder_to_copy(options)
-        if folder is not None:
-            options.target = f"{folder}/{_WEIGHTS}"
-            if local_path(folder) is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-    prefix = {"encrypt": "", "rekey": "new-"}.get(command)
-    options.encryption = None if prefix is None else keys.encryption(options, prefix)
-    options.decryption = None
-    if command != "encrypt":
-        options.decryption = keys.decryption(options, needed=command == "decrypt")
+    _find_keys(options)
     report = Report(options)
     begun = time.monotonic()
     target = targets.resolve(options)
@@ -68,13 +58,18 @@ def copy(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     more: dict[str, Any] = {"key": options.key, "mmap": loads_all}
     more |= stated_hashes(options) if command == "cp" else {}
-    with open_file(options.file, options, options.decryption, **more) as source:
+    with (
+        Progress(options, passes=2) as progress,
+        open_file(options.file, options, options.decryption, progress=progress, **more) as source,
+    ):
         _check(source, options)
         part = one_part(source) if loads_all else None
         if part is not None:
             source.use_part(part[1])
+        progress.total = 2 * source.total
         # Of shards the index is what is read again.
-        written = _store(source, target, options)
+        written = _store(source, target, options, progress)
+        progress.finish()
         seconds = time.monotonic() - begun
         shown = "the standard output" if target == targets.STREAM else without_password(written)
         if options.verify:
@@ -121,6 +116,16 @@ def copy(options: argparse.Namespace) -> int:
 cp = encrypt = decrypt = rekey = copy
 
 
+def _find_keys(options: argparse.Namespace) -> None:
+    """Add the keys of the file and of its copy to the options."""
+    command = options.command
+    prefix = {"encrypt": "", "rekey": "new-"}.get(command)
+    options.encryption = None if prefix is None else keys.encryption(options, prefix)
+    options.decryption = None
+    if command != "encrypt":
+        options.decryption = keys.decryption(options, needed=command == "decrypt")
+
+
 def _check(source: BatchedFile, options: argparse.Namespace) -> None:
     """Refuse a file that cannot be copied as requested; drop its metadata if that is requested."""
     if options.command == "encrypt":
@@ -148,7 +153,9 @@ def _check(source: BatchedFile, options: argparse.Namespace) -> None:
         )
 
 
-def _store(source: BatchedFile, target: str, options: argparse.Namespace) -> Any:
+def _store(
+    source: BatchedFile, target: str, options: argparse.Namespace, progress: ProgressReporter
+) -> Any:
     """Write the copy; return where it is read again from.
 
     The standard output and Redis get the copy of a file without a name, which vanishes with this
@@ -158,7 +165,7 @@ def _store(source: BatchedFile, target: str, options: argparse.Namespace) -> Any
     with contextlib.ExitStack() as opened:
         if target == targets.STREAM:
             file = opened.enter_context(tempfile.TemporaryFile())
-            _write(source, file.fileno(), options)
+            _write(source, file.fileno(), options, progress)
             file.seek(0)
             copy_to_output(file)
         elif target.lower().startswith(("redis://", "rediss://")):
@@ -167,17 +174,19 @@ def _store(source: BatchedFile, target: str, options: argparse.Namespace) -> Any
             is_changed = options.drop_metadata or any(one is not None for one in changes)
             if is_changed or source.reader.format != "tensors":
                 file = opened.enter_context(tempfile.TemporaryFile())
-                _write(source, file.fileno(), options)
+                _write(source, file.fileno(), options, progress)
                 source = BatchedFile(file.fileno(), memory_limit=options.memory_limit)
                 opened.enter_context(source)
             every, limit = range(len(source)), source.memory_limit
             copy_to_redis(source.reader, every, *server, force=True, limit=limit)
         else:
-            return _write(source, target, options)
+            return _write(source, target, options, progress)
     return target
 
 
-def _write(source: BatchedFile, target: str | int, options: argparse.Namespace) -> Any:
+def _write(
+    source: BatchedFile, target: str | int, options: argparse.Namespace, progress: ProgressReporter
+) -> Any:
     """Write a file; return where it is read again from."""
     encryption = options.encryption
     # A copy has new hashes, also of damaged data; the CRC-32 finds that, and costs little.
@@ -185,53 +194,49 @@ def _write(source: BatchedFile, target: str | int, options: argparse.Namespace) 
     if source.reader.format not in ("tensors", "checkpoint"):
         verify = "nothing"
     min_memory = minimum_save_memory(is_address(target), encryption is not None)
-    with Progress(options) as progress:
-        progress.total = source.total
-        if is_safetensors_target(target, None):
-            if encryption is not None or options.alignment is not None:
-                raise ValueError("safetensors files are neither encrypted nor aligned")
-            # All at once, because the header of that format comes first.
-            rest = source.reserve_memory_for_all(min_memory)
-            tensors, _ = source.load(list(range(len(source))), verify)
-            return save_safetensors(
-                dict(zip(source.names, tensors, strict=True)),
-                target,
-                metadata=source.metadata or None,
-                max_shard_size=options.max_shard_size,
-                progress=progress,
-                memory_limit=rest,
-            )
-        if not len(source):
-            raise FormatError(
-                f"{source.shown} holds no tensors, and a .tensors file has at least one"
-            )
-        limit = source.memory_limit
-        if options.verify and limit is not None:
-            # Once it is written, tensors of the copy are held too.
-            min_memory = max(min_memory, source.largest + source.file.min_memory())
-        most, beside = source.reserve_memory(min_memory)
-        batches = list(source.batches(most))
-        with FileWriter(
+    if is_safetensors_target(target, None):
+        if encryption is not None or options.alignment is not None:
+            raise ValueError("safetensors files are neither encrypted nor aligned")
+        # All at once, because the header of that format comes first.
+        rest = source.reserve_memory_for_all(min_memory)
+        tensors, _ = source.load(list(range(len(source))), verify)
+        return save_safetensors(
+            dict(zip(source.names, tensors, strict=True)),
             target,
-            encryption=encryption,
-            alignment=options.alignment or _ALIGNMENT,
-            metadata=source.metadata,
-            clear_metadata=True,
-            memory_limit=limit,
-            reserved_memory=0 if limit is None else limit - beside,
-            allow_meta=True,
+            metadata=source.metadata or None,
+            max_shard_size=options.max_shard_size,
             progress=progress,
-            room_for_more=len(batches) > 1,
-        ) as writer:
-            if source.reader.pair_id is not None:
-                # A copy is as good a storage file of a saved object.
-                writer.set_pair_id(source.reader.pair_id)
-            for batch in batches:
-                tensors, modules = source.load(batch, verify)
-                kinds = [TensorType(source.kinds[n]) for n in batch]
-                writer.write([source.names[n] for n in batch], kinds, modules, tensors)
-                # Freed here, not while the next ones are loaded.
-                del tensors
+            memory_limit=rest,
+        )
+    if not len(source):
+        raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
+    limit = source.memory_limit
+    if options.verify and limit is not None:
+        # Once it is written, tensors of the copy are held too.
+        min_memory = max(min_memory, source.largest + source.file.min_memory())
+    most, beside = source.reserve_memory(min_memory)
+    batches = list(source.batches(most))
+    with FileWriter(
+        target,
+        encryption=encryption,
+        alignment=options.alignment or _ALIGNMENT,
+        metadata=source.metadata,
+        clear_metadata=True,
+        memory_limit=limit,
+        reserved_memory=0 if limit is None else limit - beside,
+        allow_meta=True,
+        progress=progress,
+        room_for_more=len(batches) > 1,
+    ) as writer:
+        if source.reader.pair_id is not None:
+            # A copy is as good a storage file of a saved object.
+            writer.set_pair_id(source.reader.pair_id)
+        for batch in batches:
+            tensors, modules = source.load(batch, verify)
+            kinds = [TensorType(source.kinds[n]) for n in batch]
+            writer.write([source.names[n] for n in batch], kinds, modules, tensors)
+            # Freed here, not while the next ones are loaded.
+            del tensors
     return target
 
 

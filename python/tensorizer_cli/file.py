@@ -103,7 +103,8 @@ def checkpoint_folder(file: str) -> str | None:
     """Return the path or address of the folder of a checkpoint; None for another file."""
     path = local_path(file)
     if path is None:
-        return file if file.endswith("/") and is_there(file + CHECKPOINT, PermissionError) else None
+        is_folder = file.endswith("/") and not file.endswith("//")
+        return file if is_folder and is_there(file + CHECKPOINT, PermissionError) else None
     return path if (Path(path) / CHECKPOINT).is_file() else None
 
 

@@ -11,10 +11,19 @@ from .output import print_error
 
 
 class Progress(ProgressReporter):
-    """Shows a bar on a terminal."""
+    """Shows a bar on a terminal.
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    Args:
+        options: Those of the command.
+        passes: How often each byte counts: twice for a copy, which reads and writes it.
+
+    """
+
+    def __init__(self, options: argparse.Namespace, passes: int = 1) -> None:
         super().__init__(not options.quiet and not options.json)
+        show = self._callback
+        if show is not None and passes > 1:
+            self._callback = lambda done, total: show(done // passes, total // passes)
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)

@@ -17,6 +17,8 @@ from .file_description import size
 from .output import Report, plural, without_password
 from .targets import STREAM
 
+#: The name of the weights of a model that is copied whole.
+_WEIGHTS = "model.tensors"
 #: Options that concern the weights.
 _OF_WEIGHTS = (
     *("alignment", "verify", "max_shard_size", "drop_metadata", "skip_objects"),
@@ -47,7 +49,7 @@ def copy(options: argparse.Namespace) -> int:
 
 
 def folder_to_copy(options: argparse.Namespace) -> str | None:
-    """Return the folder into which a whole model is copied.
+    """Return the folder into which a whole model is copied, and make its weights the target.
 
     That is so if a model's folder, with its configuration, is copied to a target that has not the
     name of a file. None for all other copies.
@@ -61,13 +63,18 @@ def folder_to_copy(options: argparse.Namespace) -> str | None:
     path = local_path(options.file)
     if path is not None and not Path(path).is_dir():
         return None
-    if path is None and not options.file.lower().startswith("hf://"):
-        # An address is that of a folder if it says so.
-        if not options.file.partition("?")[0].endswith("/"):
-            return None
+    # An address is that of a folder if it says so, and that of a repository of the hub always.
+    says_so = options.file.lower().startswith("hf://") or options.file.endswith("/")
+    if path is None and not says_so:
+        return None
     folder = ModelFolder(options.file)
-    is_model = folder.file is None and is_there(folder.join(CONFIG), PermissionError)
-    return (local_path(target) or target) if is_model else None
+    if folder.file is not None or not is_there(folder.join(CONFIG), PermissionError):
+        return None
+    local = local_path(target)
+    if local is not None:
+        Path(local).mkdir(parents=True, exist_ok=True)
+    options.target = f"{target}/{_WEIGHTS}"
+    return local or target
 
 
 def copy_files(source: str, target: str) -> tuple[list[str], int]:

@@ -1,8 +1,10 @@
-"""``tensorizer cp --no-weights``: what a model has beside its weights."""
+"""``tensorizer cp`` of the folders of models: what they have beside their weights, and all."""
 
 import json
 
 import pytest
+import tensorizer
+import torch
 from tensorizer_cli.main import main
 
 FILES = {
@@ -60,6 +62,33 @@ def test_from_a_bucket_to_a_folder_and_to_a_bucket(moto, model, tmp_path, monkey
     assert main(["cp", "--no-weights", "s3://bucket/llama/", "s3://bucket/copy"]) == 0
     found = client.list_objects_v2(Bucket="bucket", Prefix="copy/")["Contents"]
     assert {one["Key"].removeprefix("copy/") for one in found} == FILES.keys()
+
+
+def test_a_whole_model_is_copied(moto, model, tmp_path, monkeypatch, capsys):
+    """To a folder with the same files, of which the weights are ``model.tensors``."""
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
+    tensors = {"a": torch.arange(3.0)}
+    (model / "model.tensors").unlink()
+    tensorizer.save(tensors, model / "model.safetensors")
+    assert main(["cp", str(model), "s3://bucket/whole", "--verify"]) == 0
+    assert "copied beside it: beside.py, config.json" in capsys.readouterr().err
+    for source, target in (("s3://bucket/whole/", "new"), (str(model), "other/")):
+        assert main(["cp", "--json", source, str(tmp_path / target)]) == 0
+        assert json.loads(capsys.readouterr().out)["files"] == sorted(FILES)
+        loaded = tensorizer.load(tmp_path / target / "model.tensors", "cpu")
+        assert torch.equal(loaded["a"], tensors["a"])
+        (tmp_path / target / "model.tensors").unlink()
+        assert content(tmp_path / target) == FILES
+
+
+def test_a_file_is_copied_to_a_file(model, tmp_path):
+    """Of a folder that names no file, and to a target that does."""
+    tensorizer.save({"a": torch.ones(1)}, model / "model.safetensors")
+    (model / "model.tensors").unlink()
+    assert main(["cp", str(model), str(tmp_path / "one.tensors")]) == 0
+    assert main(["cp", str(model / "model.safetensors"), str(tmp_path / "two")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"one.tensors", "two"}
 
 
 def test_mistakes(model, tmp_path, capsys):

@@ -74,7 +74,11 @@ del sys.modules["tensorizer._native"]
 import tensorizer._native
 for _ in range(2): tensorizer.load(sys.argv[1])
 """
-    env = {**os.environ, "TENSORIZER_NUM_READER": "4", "TENSORIZER_PORT_80_TCP": "tcp://10.0.0.1:80"}
+    env = {
+        **os.environ,
+        "TENSORIZER_NUM_READER": "4",
+        "TENSORIZER_PORT_80_TCP": "tcp://10.0.0.1:80",
+    }
     expected = "TENSORIZER_NUM_READER (the nearest known name is TENSORIZER_NUM_READERS)"
     done = run_python(code, tmp_path / "f", env=env)
     assert (done.returncode, done.stderr.count(expected)) == (0, 1), done.stderr
@@ -88,14 +92,14 @@ for _ in range(2): tensorizer.load(sys.argv[1])
         ("ATTEMPTS", "-1", "a whole number of at least 1"),
         ("STALL_SECONDS", "0", "a number of seconds from 0.01 to 2678400"),
         ("TOTAL_SECONDS", "1e9", "a number of seconds from 0.01 to 2678400"),
-        ("READERS", "many", "a whole number"),
+        ("NUM_READERS", "many", "a whole number"),
     ],
 )
 def test_values_out_of_range_are_refused(name, value, expected, tmp_path, monkeypatch):
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "f")
     monkeypatch.setenv(f"TENSORIZER_{name}", value)
     with FaultServer((tmp_path / "f").read_bytes()) as server:
-        address = str(tmp_path / "f") if name == "READERS" else server.url
+        address = str(tmp_path / "f") if name == "NUM_READERS" else server.url
         with pytest.raises(ValueError, match=f"TENSORIZER_{name} must be {expected}"):
             tensorizer.load(address, "cpu")
         with pytest.raises(RuntimeError, match=f"TENSORIZER_{name} must be {expected}"):

@@ -143,7 +143,8 @@ def test_failures_to_open_an_address_raise_the_fitting_error(nginx):
     with pytest.raises(OSError, match="more than 10 redirects"):
         open_stream(f"{nginx.http}/loop/")
     with pytest.raises(
-        tensorizer.serialization.FormatError, match=r"no format that tensorizer reads.*an empty file"
+        tensorizer.serialization.FormatError,
+        match=r"no format that tensorizer reads.*an empty file",
     ):
         TensorDeserializer(f"{nginx.http}/empty")
     with pytest.raises(tensorizer.serialization.TruncatedError, match="truncated"):

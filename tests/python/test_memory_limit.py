@@ -90,7 +90,9 @@ def test_gaps_read_from_a_server_count_towards_the_memory_limit(nginx):
     # On a busy machine fewer connections are in use at once: the larger of two loads counts.
     twice = [grown(GAPS, address, 0, TENSORIZER_NUM_READERS="24") for _ in range(2)]
     bound = grown(GAPS, address, limit, TENSORIZER_NUM_READERS="24")
-    by_all = grown(GAPS, address, 0, TENSORIZER_NUM_READERS="24", TENSORIZER_MEMORY_LIMIT_MB=str(limit))
+    by_all = grown(
+        GAPS, address, 0, TENSORIZER_NUM_READERS="24", TENSORIZER_MEMORY_LIMIT_MB=str(limit)
+    )
     assert max(bound, by_all) - wanted <= limit * MIB + SLACK
     assert max(twice) - wanted > limit * MIB + SLACK, "the limit makes no difference"
 

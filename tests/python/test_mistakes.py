@@ -191,7 +191,9 @@ def test_a_tensor_that_a_filter_left_out_is_said_to_be(files):
         "m.tensors", "cpu", filter_func=lambda name: "bias" in name, lazy_load=True
     )
     for ask in (file.__getitem__, file.slice):
-        with pytest.raises(KeyError, match="'0.weight' of m.tensors was left out by names or filter_func"):
+        with pytest.raises(
+            KeyError, match="'0.weight' of m.tensors was left out by names or filter_func"
+        ):
             ask("0.weight")
     assert file.get("0.weight", 3) == 3 and file.get("nothing") is None
     assert file.get("0.bias").shape == (4,)

@@ -134,9 +134,7 @@ def test_shards_of_other_formats(folder, kind):
         shard.write_text({"empty": "", "text": "hello", "page": "<html></html>"}[kind])
     name = INDEX if kind == "itself" else shard.name
     path = write_index(folder, {"a": "1.safetensors", "b": name})
-    refused_shards(
-        path, "expected a shard, of safetensors or torch.save", names=folder / name
-    )
+    refused_shards(path, "expected a shard, of safetensors or torch.save", names=folder / name)
 
 
 def test_shards_that_are_malformed(folder):

@@ -203,7 +203,10 @@ class TestEverySource:
             with self.open(b"") as source, pytest.raises(FileNotFoundError):
                 tensorizer.load(source, "cpu")
             return
-        with self.open(b"") as source, pytest.raises(FormatError, match="no format that tensorizer reads"):
+        with (
+            self.open(b"") as source,
+            pytest.raises(FormatError, match="no format that tensorizer reads"),
+        ):
             tensorizer.load(source, "cpu")
 
     def test_a_wrong_byte(self):

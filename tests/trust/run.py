@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("campaigns.json")
 #: The page with the table of long runs.
-PAGE = "docs/explanation/trust.md"
+PAGE = "tests/trust/README.md"
 HEAD = ["| campaign | inputs | of these | findings | seconds | commit | date | machine |",
         "|---|---|---|---|---|---|---|---|"]  # fmt: skip
 #: Seconds that a campaign may take to begin and to end, beside those that it is given.

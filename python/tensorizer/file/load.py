@@ -86,7 +86,7 @@ def load(
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded
             and with their total number, at least at the end, on the calling thread, which waits for
             it. An exception from it ends the load. True shows a bar on a terminal or in a notebook.
-            With a group, the bytes that this process reads count at once, and the others at the end.
+            With a group, the bytes that this process reads count at once, and the rest at the end.
         options: How the file is read: see :class:`LoadOptions`.
 
     Returns:

@@ -69,7 +69,7 @@ def _save(
 ) -> Any:
     """Save tensors that this process has as a whole; return the file, or the index of several."""
     progress = options.get("progress")
-    if progress is not None:
+    if progress is not None and not progress.total:
         progress.total = data_bytes(named.values())
     shards = [list(named)]
     if max_shard_size is not None:

@@ -87,8 +87,6 @@ def from_pretrained(
             :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
 
     """
-    folder = ModelFolder(address)
-    refuse_hub_arguments(folder, kwargs)
     if device is None and torch.get_default_device().type == "meta":
         # The library refuses this, too.
         raise RuntimeError(
@@ -98,6 +96,8 @@ def from_pretrained(
     old_name = kwargs.pop("torch_dtype", None)
     dtype = old_name if dtype is None else dtype
     dtype = checked_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+    folder = ModelFolder(address)
+    refuse_hub_arguments(folder, kwargs)
     options = TensorFileOptions(progress, group, split_options(LoadOptions, kwargs))
     with fetched_files(folder, options.headers) as files, options.members:
         files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])
