@@ -221,12 +221,14 @@ wheels: $(STAMPS)/torch
 
 # The same in Docker, for glibc 2.28.
 wheels-manylinux:
-	docker build --file tests/packaging/Dockerfile.manylinux --build-arg TORCHES="$(TORCHES)" --output dist .
+	docker build --file tests/packaging/Dockerfile.manylinux --build-arg TORCHES="$(TORCHES)" \
+	  --build-arg NAME=$(NAME) --build-arg URL=$(URL) --output dist .
 
 # A wheel for each minor of torch that csrc/build.rs has, and dist/index.html, by which pip finds them.
 # For AArch64 everything is compiled only: torch's headers of here are not those of there.
 MINORS = $(shell sed -n 's/.*RangeInclusive<u32> = \([0-9]*\)\.\.=\([0-9]*\);/\1 \2/p' csrc/build.rs | xargs seq | sed 's/^/2./')
 release:
+	rm -rf dist
 	@$(MAKE) --no-print-directory wheels TORCHES="$(MINORS)"
 	@$(MAKE) --no-print-directory check-aarch64
 
@@ -237,6 +239,7 @@ torches:
 # What that ends with: dist as the release of TAG, which names this version.
 publish:
 	grep --quiet --fixed-strings "version = \"$${TAG#v}\"" Cargo.toml
+	$(PYTHON) tests/packaging/index.py dist
 	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md dist/*
 
 build:

