@@ -132,7 +132,10 @@ pub fn open_model(
         }
     }
     Err(missing.filter(|_| itself).unwrap_or_else(|| {
-        let what = format!("there is none of {EXPECTED_MODEL_FILES}");
+        let what = format!(
+            "there is none of {EXPECTED_MODEL_FILES}; folders of torch.distributed.checkpoint are for \
+             tensorizer.distributed.load_state"
+        );
         let display_address = display_address(uri).unwrap_or_else(|| uri.to_owned());
         Error::failed("opening", &display_address, ErrorKind::NotFound, what)
     }))
