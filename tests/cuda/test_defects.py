@@ -48,7 +48,7 @@ load_once(0, 1)
 done, deadlock = threading.Event(), []
 
 def collective():
-    if not done.wait(4):
+    if not done.wait(60):
         deadlock.append(True)
 
 stream = torch.cuda.Stream(0)
@@ -76,16 +76,16 @@ def test_a_stream_is_not_given_to_others_while_it_waits(tmp_path):
 save(1, 4000)
 load_once(0)
 one, other = torch.cuda.Stream(), torch.cuda.Stream()
-emulated.pause(one, 2)
+done, late = threading.Event(), []
+emulated.launch(one, lambda: done.wait(60) or late.append(True))
 with torch.cuda.stream(one):
     first = tensorizer.load(path, "cuda:0")
-begun = time.perf_counter()
 with torch.cuda.stream(other):
     second = tensorizer.load(path, "cuda:0")
 other.synchronize()
-took = time.perf_counter() - begun
+done.set()
 torch.cuda.synchronize()
-assert took < 1, f"{took:.1f} s behind work on a stream of somebody else"
+assert not late, "it waited for work on another stream"
 """
     succeeds(tmp_path, code)
 
@@ -172,15 +172,15 @@ small, path = path, path + ".large"
 save(12, 10_000_000)
 load_once(0, 1)
 stream = torch.cuda.Stream(0)
-emulated.pause(stream, 4)
+done, late = threading.Event(), []
+emulated.launch(stream, lambda: done.wait(60) or late.append(True))
 with torch.cuda.stream(stream):
     first = tensorizer.load(small, "cuda:0")
-begun = time.perf_counter()
 tensorizer.load(path, "cuda:1")
 torch.cuda.synchronize(1)
-took = time.perf_counter() - begun
+done.set()
 torch.cuda.synchronize(0)
-assert took < 2, f"{took:.1f} s behind work on another device"
+assert not late, "it waited for work on another device"
 """
     succeeds(tmp_path, code)
 

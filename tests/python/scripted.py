@@ -33,6 +33,8 @@ class Scripted:
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        # By default only five connections wait to be accepted: others try again after seconds.
+        self.server.socket.listen(128)
         self.server.daemon_threads = True
         self.server.block_on_close = False
         self.port = self.server.server_port

@@ -1,13 +1,12 @@
 """Copies in the cache while their servers are down, and those that need no server."""
 
-import socket
-
 import pytest
 import tensorizer
 import torch
 from conftest import assert_same
 from hub import Hub
 from scripted import FaultServer
+from servers import free_port
 from tensorizer._native import forget_environment
 
 TENSORS = {f"t{n}": torch.full((800_000,), float(n)) for n in range(6)}
@@ -72,6 +71,7 @@ def test_the_copy_of_a_server_that_is_down(data, tmp_path, monkeypatch, how):
         check(server.url, cache_dir=cache)
         check(server.url, cache_dir=cache, stale_if_error=True)
         assert tensorizer.stats()["fallbacks"] == [], "the server has confirmed it"
+    free_port(server.port)  # so that no other program gets it
     with pytest.raises(ConnectionError):
         check(server.url, cache_dir=cache)
     options = {"stale_if_error": True}
@@ -105,6 +105,7 @@ def test_a_part_is_no_copy(data, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     with FaultServer(data) as server:
         tensorizer.load(server.url, "cpu", names=["t0", "t1", "t2", "t3"], cache_dir=cache)
+    free_port(server.port)  # so that no other program gets it
     with pytest.raises(ConnectionError):
         check(server.url, cache_dir=cache, stale_if_error=True)
     monkeypatch.setenv("TENSORIZER_CACHE_OFFLINE", "1")
@@ -119,9 +120,7 @@ def test_a_branch_of_a_hub_that_is_down(data, tmp_path, monkeypatch, how):
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.repo("org/repo", {"model.safetensors": data})
         check("hf://org/repo", cache_dir=cache)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    del port
+    free_port(hub.port)  # so that no other program gets it
     with pytest.raises(OSError):
         check("hf://org/repo", cache_dir=cache)
     options = {"stale_if_error": True}

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import tensorizer
+import torch
 from calls import (  # noqa: F401  # fixtures
     MB,
     TENSORS,
@@ -238,28 +239,34 @@ def test_uploaded_bytes_per_second_are_limited(s3):
     assert len(tensorizer.load("s3://bucket/paced.tensors", "cpu")) == 8
 
 
-def test_sixty_four_connections_need_few_descriptors(nginx, data):
-    (nginx.root / "many.tensors").write_bytes(data)
+def test_sixty_four_connections_need_few_descriptors(tmp_path):
+    path = tmp_path / "f.tensors"
+    tensorizer.save({f"t{n}": torch.zeros(MB // 4) for n in range(64)}, path)
+    all_requested = threading.Barrier(64)
+
+    def script(number, *_):
+        # No tensor comes before all are requested, so that all connections are open at once.
+        if number > 0:
+            all_requested.wait(20)
+
     code = """
-import os, sys, threading, time, tensorizer
-most, running, until = [0], [True], time.monotonic() + 60
+import os, sys, threading, tensorizer
+most, running = 0, True
 def count():
-    while running[0]:
-        most[0] = max(most[0], len(os.listdir("/proc/self/fd")))
+    global most
+    while running:
+        most = max(most, len(os.listdir("/proc/self/fd")))
 before = len(os.listdir("/proc/self/fd"))
-thread = threading.Thread(target=count)
+thread = threading.Thread(target=count, daemon=True)
 thread.start()
-# On a busy machine a load may end before all of its connections are open.
-loads = 0
-while loads < 5 or (most[0] - before <= 40 and time.monotonic() < until):
-    tensorizer.load(sys.argv[1], "cpu", num_readers=64)
-    loads += 1
-running[0] = False
+tensorizer.load(sys.argv[1], "cpu", num_readers=64)
+running = False
 thread.join()
-print(most[0] - before, 4 * max(8, len(os.sched_getaffinity(0))))
+print(most - before, 4 * max(8, len(os.sched_getaffinity(0))))
 """
-    found, of_loops = map(int, run_python(code, f"{nginx.http}/many.tensors").stdout.split())
-    assert 40 < found < 64 + of_loops + 10
+    with FaultServer(path.read_bytes(), script) as server:
+        found, of_loops = map(int, run_python(code, server.url).stdout.split())
+    assert 64 < found < 64 + of_loops + 10
 
 
 def test_too_many_open_files_name_the_limit(data, tmp_path):

@@ -22,30 +22,32 @@ def test_work_is_told_of_an_interruption_and_ends(how):
     done = []
 
     def work(leaving):
+        time.sleep(0.2)
+        how()
         done.append(leaving.wait(20))
         time.sleep(0.3)
         done.append("all of it")
 
-    timer = threading.Timer(0.2, how)
-    timer.start()
     result, interruption = on_thread(work, 30)
-    timer.join()
     assert result is None and isinstance(interruption, KeyboardInterrupt)
     assert done == [True, "all of it"]
 
 
 def test_a_second_interruption_is_raised_at_once():
     end = threading.Event()
-    timers = [threading.Timer(after, HOW["a signal"]) for after in (0.2, 0.5)]
-    for timer in timers:
-        timer.start()
+
+    def work(leaving):
+        for _ in range(2):
+            time.sleep(0.2)
+            HOW["a signal"]()
+            leaving.wait(20)
+        end.wait(60)
+
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        on_thread(lambda _: end.wait(60), 60)
+        on_thread(work, 60)
     assert time.monotonic() - begun < 10
     end.set()
-    for timer in timers:
-        timer.join()
 
 
 def test_work_that_does_not_end_is_not_waited_for():

@@ -44,14 +44,14 @@ print("usable", torch.ones(3).sum().item(), flush=True)
 """
 
 
-def interrupt(call, address, env=None, pause=0.7):
+def interrupt(call, address, env=None, wait=lambda: time.sleep(0.7)):
     """Run a call in another process, interrupt it, and return for how long it went on."""
     code = CODE.replace("{call}", call)
     env = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **(env or {})}
     process = start_python(code, address, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout.readline() == "ready\n"
-        time.sleep(pause)
+        wait()
         assert process.poll() is None
         sent = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -107,11 +107,20 @@ def test_an_upload_whose_server_falls_silent(moto):
         "open_stream('s3://bucket/silent', 'wb', s3_access_key_id='a', s3_secret_access_key='b', "
         "s3_endpoint=address, force_http=True))"
     )
+
+    def asked(method):
+        """Wait until the server is asked for something; return True if it is."""
+        until = time.monotonic() + 20
+        while all(method != one for one, _, _ in relay.requests):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return True
+
     with Relay(moto.host, script) as relay:
-        assert interrupt(call, relay.host, pause=2) < SOON
-        asked = [method for method, _, _ in relay.requests]
-    assert "PUT" in asked
-    assert "DELETE" in asked
+        assert interrupt(call, relay.host, wait=lambda: asked("PUT")) < SOON
+        # The process may have ended before the relay has read its last request.
+        assert asked("PUT") and asked("DELETE")
 
 
 @pytest.fixture(scope="module")

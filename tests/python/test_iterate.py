@@ -251,6 +251,7 @@ time.sleep(1)
 closing = threading.Thread(target=iterator.close)
 closing.start()
 closing.join(20)
+[thread.join(20) for thread in threads]
 print(closing.is_alive(), len(errors) > 0, *set(errors), flush=True)
 os._exit(0)
 """

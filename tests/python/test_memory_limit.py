@@ -1,8 +1,10 @@
 """The memory that a call has in flight, beside its tensors, stays within its limit."""
 
+import itertools
 import json
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -94,7 +96,7 @@ def test_gaps_read_from_a_server_count_towards_the_memory_limit(nginx):
         GAPS, address, 0, TENSORIZER_NUM_READERS="24", TENSORIZER_MEMORY_LIMIT_MB=str(limit)
     )
     assert max(bound, by_all) - wanted <= limit * MIB + SLACK
-    assert max(twice) - wanted > limit * MIB + SLACK, "the limit makes no difference"
+    assert max(twice) > max(bound, by_all) + 8 * MIB, "the limit makes no difference"
 
 
 class Counting(Scripted):
@@ -207,9 +209,12 @@ measured(lambda: tensorizer.save(tensors, sys.argv[1], memory_limit=limit))
 class SlowStore(Store):
     """Takes its time for each part of an upload, so that others wait for it in memory."""
 
+    def pause(self):
+        time.sleep(0.1)
+
     def answer(self, handler):
         if "partNumber" in handler.path:
-            time.sleep(0.1)
+            self.pause()
         super().answer(handler)
 
 
@@ -228,7 +233,18 @@ def test_parts_of_an_upload(store):
 
     # A first upload takes some, however short it is.
     anyway = of("1 << 10")
-    short, free, bound = of("19 << 18"), of("20 << 20"), of("20 << 20", 64)
+    short, bound = of("19 << 18"), of("20 << 20", 64)
+    # On a slow machine a part may be sent before the next is made: here they wait for the twelfth.
+    begun, all_begun = itertools.count(1), threading.Event()
+
+    def pause():
+        if next(begun) == 12:
+            all_begun.set()
+        all_begun.wait(20)
+        time.sleep(0.1)
+
+    store.pause = pause
+    free = of("20 << 20")
     assert short - anyway <= 10 * (19 << 18)
     assert free - anyway <= 1.2 * 20 * 8 * MIB
     assert bound <= 64 * MIB + SLACK < free

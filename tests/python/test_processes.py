@@ -14,6 +14,8 @@ class Object:
 kept = Object()
 atexit.register(print, "exit", flush=True)
 def work():
+    # Not before the end, however long the machine takes until then.
+    threading.main_thread().join()
     time.sleep(0.1)
     print("thread", flush=True)
 threading.Thread(target=work).start()

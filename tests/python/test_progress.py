@@ -35,6 +35,12 @@ def folder(tmp_path_factory, tensors):
     return path
 
 
+@pytest.fixture(autouse=True)
+def no_repeats(monkeypatch):
+    """On a slow disk, the number before a second of silence would be reported again."""
+    monkeypatch.setattr(progress, "_LONGEST_SILENCE", float("inf"))
+
+
 class Told:
     """A progress callable that keeps its arguments."""
 
@@ -46,9 +52,11 @@ class Told:
 
     def check(self, total=TOTAL):
         """The numbers rise, and end with the total."""
-        done = [row[0] for row in self.rows]
+        # If it takes over a second to open a file, that is reported before the total is known.
+        rows = [row for row in self.rows if row != (0, 0)]
+        done = [row[0] for row in rows]
         assert done == sorted(set(done))
-        assert {row[1] for row in self.rows} == {total}
+        assert {row[1] for row in rows} == {total}
         assert done[-1] == total
 
 

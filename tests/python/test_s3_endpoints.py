@@ -568,11 +568,12 @@ def test_servers_that_are_not_there_are_named(use, call, host):
 @pytest.mark.parametrize("after", ["reset", "stall", ("status", 500)])
 def test_a_server_that_fails_later_is_named(objects, use, after):
     """The error names it also after the first request, when the source is open."""
-    use(**CHAIN, TENSORIZER_STALL_SECONDS=1)
+    use(**CHAIN)
     big = {"big": torch.zeros(5 << 20)}
     options = {"s3_endpoint": objects.host, "force_http": True}
     with tensorizer.TensorSerializer(open_stream(f"{ADDRESS}.big", "wb", **options)) as file:
         file.write_state_dict(big)
+    use(TENSORIZER_STALL_SECONDS=1)
     fault = after if isinstance(after, tuple) else (after,)
     with Relay(objects.host, lambda method, path, number: fault if number else None) as relay:
         stream = open_stream(f"{ADDRESS}.big", s3_endpoint=relay.host, force_http=True)

@@ -229,6 +229,8 @@ def test_tensors_after_bytes_of_the_caller(client, key):
 
 
 def test_passing_failures(key, monkeypatch, moto):
+    # A slow answer would be a failure, and its request would be sent once more.
+    monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "20")
     failed = set()
 
     def script(method, path, number):

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -32,12 +33,28 @@ _METADATA = ".metadata"
 _SHARDING = "DCP_SHARDING_INFO"
 #: The modules with the dataclasses of torch's metadata; the last has those of torch before 2.3.
 _MODULES = {one.__name__: one for one in (dcp, filesystem, sharded)}
+
+
+def _member(of: Any, name: str) -> Any:
+    """Return a member of an enumeration: early releases of Python 3.11 pickle it by ``getattr``.
+
+    Raises:
+        pickle.UnpicklingError: It is an attribute of anything else.
+
+    """
+    members = getattr(of, "members", None)
+    if not isinstance(members, types.MappingProxyType) or name not in members:
+        raise pickle.UnpicklingError(f"it reads the attribute {name!r} of {type(of).__name__}")
+    return members[name]
+
+
 #: Functions that the metadata may name, and classes that it calls like functions.
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
     (sharded.__name__, "MEM_FORMAT_ENCODING"): sharded.MEM_FORMAT_ENCODING,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch", "Size"): torch.Size,
+    ("builtins", "getattr"): _member,
     ("collections", "OrderedDict"): OrderedDict,
     **{
         (module, name): PurePosixPath
@@ -162,6 +179,8 @@ def _stand_in(module: str, name: str) -> Any:
     def call(*args: Any) -> Any:
         return function(*args)
 
+    # A pickle has no way to make such a mapping.
+    vars(call)["members"] = getattr(function, "__members__", None)
     return call
 
 

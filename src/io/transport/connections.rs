@@ -8,6 +8,7 @@
 use std::io;
 use std::ops::AsyncFnOnce;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
@@ -19,8 +20,10 @@ use crate::sys::cpu_count;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::process::{DropInOwner, PerProcess};
 
-/// Event loops of one pool, at least; more if there are more cores.
-const MIN_LOOPS: usize = 8;
+/// Maximum number of event loops of one pool; more if there are more cores.
+const MAX_LOOPS: usize = 8;
+/// The interval at which a thread looks for an event loop that another thread makes.
+const LOOP_WAIT: Duration = Duration::from_millis(1);
 
 /// An event loop, which several threads may drive; None while it is dropped.
 pub struct EventLoop(Option<Arc<Runtime>>);
@@ -75,10 +78,18 @@ pub struct Connection<C> {
 /// parent's too.
 pub type PooledConnection<C> = DropInOwner<Connection<C>>;
 
+/// The event loops of a pool.
+#[derive(Default)]
+struct EventLoops {
+    running: Vec<Weak<Runtime>>,
+    /// The number of those that threads are making now.
+    starting: usize,
+}
+
 /// Idle connections, and the event loops of all.
 pub struct ConnectionPool<C> {
     idle: ForkSafeMutex<Vec<PooledConnection<C>>>,
-    loops: PerProcess<ForkSafeMutex<Vec<Weak<Runtime>>>>,
+    loops: PerProcess<ForkSafeMutex<EventLoops>>,
 }
 
 impl<C> Default for ConnectionPool<C> {
@@ -105,20 +116,38 @@ impl<C> ConnectionPool<C> {
         budget: &RetryBudget<'_>,
         make: impl AsyncFnOnce() -> Result<C, Failure>,
     ) -> Result<PooledConnection<C>, Failure> {
-        let shared: Option<Arc<Runtime>> = {
-            let mut loops = self.loops.get().lock();
-            loops.retain(|events| events.strong_count() > 0);
-            let is_full = loops.len() >= MIN_LOOPS.max(cpu_count());
-            let fewest = loops.iter().min_by_key(|events| events.strong_count());
-            fewest.filter(|_| is_full).and_then(Weak::upgrade)
+        let events = loop {
+            if let Some(events) = self.event_loop()? {
+                break events;
+            }
+            budget.check()?;
+            std::thread::sleep(LOOP_WAIT);
         };
-        let is_new = shared.is_none();
-        // Made without the lock: that may wait for the GIL, and a fork for the lock.
-        let events = if shared.is_some() { EventLoop(shared) } else { EventLoop::new()? };
-        let known = events.0.as_ref().map(Arc::downgrade).filter(|_| is_new);
-        self.loops.get().lock().extend(known);
         let client = events.run(budget, make())?;
         Ok(DropInOwner::new(Connection { client, events }))
+    }
+
+    /// Returns a new event loop or, if there are many, the one with the fewest connections; None if
+    /// other threads are still making all of them.
+    fn event_loop(&self) -> Result<Option<EventLoop>, Failure> {
+        {
+            let mut loops = self.loops.get().lock();
+            loops.running.retain(|events| events.strong_count() > 0);
+            let count = loops.running.len().saturating_add(loops.starting);
+            if count >= MAX_LOOPS.max(cpu_count()) {
+                let fewest = loops.running.iter().min_by_key(|events| events.strong_count());
+                return Ok(fewest.and_then(Weak::upgrade).map(|events| EventLoop(Some(events))));
+            }
+            loops.starting = loops.starting.saturating_add(1);
+        }
+        // Made without the lock: that may wait for the GIL, and a fork for the lock.
+        let made = EventLoop::new();
+        let mut loops = self.loops.get().lock();
+        loops.starting = loops.starting.saturating_sub(1);
+        loops
+            .running
+            .extend(made.iter().filter_map(|events| events.0.as_ref()).map(Arc::downgrade));
+        made.map(Some)
     }
 
     /// Closes all idle connections.
@@ -157,8 +186,6 @@ pub fn run_once<T>(
 #[cfg(any(feature = "clouds", feature = "s3"))]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::sys::clock;
 

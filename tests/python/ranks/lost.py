@@ -212,9 +212,12 @@ def inside(number, act):
     run, count = Members._run, iter(range(1 << 30))
 
     def running(self, data, begins):
-        if data.nbytes > 4096 and next(count) == number:
+        is_place = data.nbytes > 4096 and next(count) == number
+        if is_place:
             threading.Timer(1e-4, act).start()
         run(self, data, begins)
+        if is_place:
+            time.sleep(60)  # the load must not end before
 
     Members._run = running
 
@@ -270,8 +273,15 @@ def interrupted(folder, turns):
     with group() as (rank, world):
         wait_at_most(WAIT)
         store = dist.distributed_c10d._get_default_store()
+        works(uri)
+        begun = time.monotonic()
+        load(uri)
+        if rank == 0:
+            store.set("seconds", str(time.monotonic() - begun))
+        # Interrupts are spread over a load, however long it takes on this machine.
+        step = float(store.get("seconds")) / (turns // world)
         for turn in range(turns):
-            kill = (0.002 + 0.008 * (turn // world), os.kill, (os.getpid(), signal.SIGINT))
+            kill = (step * (turn // world + 0.5), os.kill, (os.getpid(), signal.SIGINT))
             timer = threading.Timer(*kill)
 
             def begin(*args, timer=timer):
