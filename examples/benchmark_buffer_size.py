@@ -61,9 +61,7 @@ def main() -> None:
     parser.add_argument("--num-readers", type=int, nargs="+", default=[1, 2, 4, 8, 0])
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--device", type=torch.device, default=get_device())
-    parser.add_argument(
-        "--verify-hash", action="store_true", help="compare hashes, which takes time"
-    )
+    parser.add_argument("--verify-hash", action="store_true", help="compare hashes; takes time")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each number")
     args = parser.parse_args()
 

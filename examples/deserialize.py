@@ -1,6 +1,7 @@
 """Loads into a model what serialize.py has saved, and says how long it took, and why.
 
-python examples/deserialize.py [URI] [--model NAME] [--device DEVICE] [--num-readers N] [--verify-hash]
+python examples/deserialize.py [URI] [--model NAME] [--device DEVICE] [--num-readers N]
+    [--verify-hash]
 
 URI and NAME are those of serialize.py. With a NAME that has a tokenizer, the model goes on with a
 sentence. Needs ``pip install transformers``.
