@@ -102,7 +102,7 @@ def test_saving_and_loading_a_model(small_model, run, tmp_path):
     assert run("serialize.py") == "saved 547.8 KB to model.tensors\n"
     assert_holds(tmp_path / "model.tensors", tensors_of(small_model))
     assert run("deserialize-simple.py").splitlines()[-1] == answer(small_model)
-    options = ("--verify", "--num-readers", 2, "--device", "cpu")
+    options = ("--verify-hash", "--num-readers", 2, "--device", "cpu")
     lines = run("deserialize.py", "model.tensors", *options).splitlines()
     assert lines[0].startswith("loaded 29 tensors, 547.8 KB to cpu in ")
     assert lines[-2].startswith("seconds of its threads: ") and "hash" in lines[-2]

@@ -1,11 +1,16 @@
 """Common mistakes: each gives an error that helps, or does what the caller meant."""
 
+import inspect
+import os
 import warnings
 
 import pytest
 import tensorizer
+import tensorizer.transformers
 import torch
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer.file import hints
+from tensorizer.utils import no_init_or_tensor
 
 KEY = EncryptionParams(bytes(range(32)))
 
@@ -34,6 +39,17 @@ def save_module_as_mapping():
         file.write_module(network().state_dict())
 
 
+def saved_module():
+    with TensorSerializer("linear.tensors") as file:
+        file.write_module(torch.nn.Linear(2, 2))
+    return "linear.tensors"
+
+
+def saved_as(ending):
+    tensorizer.save({"a": torch.ones(1)}, f"one.{ending}")
+    return f"one.{ending}"
+
+
 MISTAKES = {
     "no key": (lambda: tensorizer.load("enc.tensors"), "pass encryption=DecryptionParams.from_key"),
     "no key for an operator": (
@@ -51,6 +67,26 @@ MISTAKES = {
     "the key of encryption": (
         lambda: tensorizer.load("enc.tensors", encryption=KEY),
         r"DecryptionParams.from_key\(params.key\)",
+    ),
+    "the hub's name of a repository": (
+        lambda: tensorizer.transformers.from_pretrained("Qwen/Qwen2-0.5B"),
+        "hub is hf://Qwen/Qwen2-0.5B",
+    ),
+    "a module that was built": (
+        lambda: no_init_or_tensor(torch.nn.Linear(2, 2)),
+        "takes a function that builds the module, such as lambda: Linear",
+    ),
+    "a name without the dot": (
+        lambda: tensorizer.load(saved_module(), names=["weight"]),
+        r"which has '.weight'.*load_into_module\(\) finds them with and without it",
+    ),
+    "verification of another format": (
+        lambda: tensorizer.load(saved_as("safetensors"), verify_hash=True),
+        "compare the whole file with sha256=, or copy it to a .tensors file",
+    ),
+    "a pipe as a target": (
+        lambda: tensorizer.save({"a": torch.ones(1)}, os.pipe()[1]),
+        "found a pipe or a socket: `<descriptor",
     ),
     "device gpu": (lambda: tensorizer.load("m.tensors", "gpu"), "torch calls it 'cuda'"),
     "device gpu:1": (lambda: TensorDeserializer("m.tensors", "GPU:1"), "calls it 'cuda:1'"),
@@ -205,3 +241,16 @@ def test_names_too_long_for_a_file_are_missing_as_others_are(files):
         assert file.get(name) is None
         with pytest.raises(KeyError, match="not found in m.tensors"):
             file[name]
+
+
+def test_options_of_other_libraries_get_the_name_that_is_right_here(files):
+    known = {"uri", *inspect.signature(tensorizer.load).parameters}
+    assert set(hints._OPTIONS.values()) <= known
+    names = {**hints._OPTIONS, **hints._OTHER_WAYS}
+    assert len(names) >= 20 and not names.keys() & known
+    for name in names:
+        hint = f"it is called {hints._OPTIONS.get(name)!r} here|{hints._OTHER_WAYS.get(name)}"
+        with pytest.raises(TypeError, match=f"{name}'; ({hint.replace('()', '..')})"):
+            tensorizer.load("m.tensors", **{name: 1})
+    with pytest.raises(TypeError, match="'num_reader'; did you mean 'num_readers'"):
+        tensorizer.load("m.tensors", num_reader=1)

@@ -84,6 +84,19 @@ def test_mapping(path):
     assert (file.read_bytes, file.total_compressed_tensor_bytes, file.cache_status) == (0, 0, None)
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_names(path, lazy):
+    with TensorDeserializer(path, "cpu", names=["c", "a"], lazy_load=lazy) as file:
+        assert list(file) == ["a", "c"]
+        assert torch.equal(file["a"], TENSORS["a"])
+        assert file.total_tensor_bytes == TENSORS["a"].nbytes + TENSORS["c"].nbytes
+    both = TensorDeserializer(path, "cpu", lambda name: name != "a", names=("c", "a"))
+    assert list(both) == ["c"]
+    assert list(TensorDeserializer(path, "cpu", names="a")) == ["a"]
+    with pytest.raises(KeyError, match="nothing"):
+        TensorDeserializer(path, "cpu", names=["a", "nothing"], lazy_load=lazy)
+
+
 def test_filter(tmp_path, path):
     seen = []
 

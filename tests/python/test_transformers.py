@@ -232,6 +232,10 @@ def test_arguments_for_the_hub_are_refused(tmp_path):
     for call in (from_pretrained, load_config, load_tokenizer, load_processor):
         with pytest.raises(TypeError, match="revision= is not supported: the address says"):
             call(tmp_path, revision="main")
+        with pytest.raises(TypeError, match="local_files_only= is for local folders; with HF_HUB"):
+            call("hf://org/repo", local_files_only=True)
+        with pytest.raises(OSError, match=r"no config\.json|no tokenizer|no processor"):
+            call(tmp_path, local_files_only=True, use_safetensors=True)
     with pytest.raises(TypeError, match="expected a class of transformers or diffusers"):
         from_pretrained(tmp_path, torch.nn.Linear, config={})
     with pytest.raises(ValueError, match="expected a variant such as 'fp16', found '../x'"):
