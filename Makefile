@@ -214,18 +214,21 @@ gpu-toy: $(STAMPS)/built $(STAMPS)/test
 
 # Wheels in dist/, one for each torch: make wheels TORCHES="2.10 2.11". FROM=tree takes what is compiled.
 TORCHES ?= 2.11
-# NAME is another name of the distribution (the import name stays), URL the address of its page.
+# NAME is another name of the distribution (the import name stays), URL the address of its page; of
+# the environment neither is taken.
+NAME :=
+URL :=
 FROM ?= archive
 wheels: $(STAMPS)/torch
-	FROM=$(FROM) NAME=$(NAME) URL=$(URL) bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
+	FROM=$(FROM) NAME="$(NAME)" URL="$(URL)" bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
 
 # The same in Docker, for glibc 2.28.
 wheels-manylinux:
 	docker build --file tests/packaging/Dockerfile.manylinux --build-arg TORCHES="$(TORCHES)" \
-	  --build-arg NAME=$(NAME) --build-arg URL=$(URL) --output dist .
+	  --build-arg NAME="$(NAME)" --build-arg URL="$(URL)" --output dist .
 
 # A wheel for each minor of torch that csrc/build.rs has, and dist/index.html, by which pip finds them.
-# For AArch64 everything is compiled only: torch's headers of here are not those of there.
+# For AArch64 everything is compiled, and no wheel is made: torch's libraries are those of this machine.
 MINORS = $(shell sed -n 's/.*RangeInclusive<u32> = \([0-9]*\)\.\.=\([0-9]*\);/\1 \2/p' csrc/build.rs | xargs seq | sed 's/^/2./')
 release:
 	rm -rf dist
@@ -236,11 +239,12 @@ release:
 torches:
 	@printf '"%s"\n' $(MINORS) | paste --serial --delimiters=, | sed 's/.*/[&]/'
 
-# What that ends with: dist as the release of TAG, which names this version.
+# What that ends with: DIST as the release of TAG, which names this version.
+DIST ?= dist
 publish:
 	grep --quiet --fixed-strings "version = \"$${TAG#v}\"" Cargo.toml
-	$(PYTHON) tests/packaging/index.py dist
-	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md dist/*
+	$(PYTHON) tests/packaging/index.py $(DIST)
+	gh release create "$$TAG" --verify-tag --title "$$TAG" --notes-file CHANGELOG.md $(DIST)/*
 
 build:
 	$(NEEDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import re
 import sys
@@ -103,14 +104,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             raise SystemExit(0)
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
-            # With the usage of the command, and not of all.
-            commands[options.command].error(f"unknown: {' '.join(unknown)}")
+            # The parser of the command shows its own usage.
+            commands[options.command].error(_unknown(unknown, commands[options.command]))
         return options
     except (UsageError, OSError) as error:
         if isinstance(error, UsageError) and not json_wanted:
             print_error(error.args[1].rstrip("\n"))
         report_error(error, json_wanted)
     raise SystemExit(2)
+
+
+def _unknown(arguments: list[str], command: argparse.ArgumentParser) -> str:
+    """Return the message for arguments that a command does not take."""
+    wrong = [one for one in arguments if one.startswith("-")] or arguments
+    close = difflib.get_close_matches(wrong[0].partition("=")[0], command._option_string_actions, 1)
+    return f"unknown: {' '.join(wrong)}" + (f" (did you mean {close[0]}?)" if close else "")
 
 
 def _number(least: int, most: int, kind: str = "whole number") -> Callable[[str], int]:

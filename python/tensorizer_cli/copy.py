@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import tempfile
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorizer import (
     DamagedFileError,
@@ -30,6 +30,9 @@ from .output import Report, copy_to_output, plural, without_password
 from .parts import one_part
 from .progress import Progress
 
+if TYPE_CHECKING:
+    from .model_folders import ModelCopy
+
 _ALIGNMENT = 64
 _DIFFERENT = 1
 #: The most names in a message.
@@ -39,15 +42,19 @@ _DONE = {"cp": "copied", "encrypt": "encrypted", "decrypt": "decrypted", "rekey"
 
 
 def copy(options: argparse.Namespace) -> int:
-    """Copy a file, or what a model has beside its weights."""
-    command = options.command
-    folder = None
-    if command == "cp":
-        from . import without_weights  # imports transformers' loaders
+    """Copy a file, or a model's folder."""
+    if options.command != "cp":
+        return _copy(options, None)
+    from . import model_folders  # imports transformers' loaders
 
-        if options.no_weights:
-            return without_weights.copy(options)
-        folder = without_weights.folder_to_copy(options)
+    if options.no_weights:
+        return model_folders.copy(options)
+    with model_folders.whole_model(options) or contextlib.nullcontext() as model:
+        return _copy(options, model)
+
+
+def _copy(options: argparse.Namespace, model: ModelCopy | None) -> int:
+    command = options.command
     _find_keys(options)
     report = Report(options)
     begun = time.monotonic()
@@ -67,6 +74,8 @@ def copy(options: argparse.Namespace) -> int:
         if part is not None:
             source.use_part(part[1])
         progress.total = 2 * source.total
+        if model is not None:
+            model.make_folder()
         # Of shards the index is what is read again.
         written = _store(source, target, options, progress)
         progress.finish()
@@ -74,15 +83,14 @@ def copy(options: argparse.Namespace) -> int:
         shown = "the standard output" if target == targets.STREAM else without_password(written)
         if options.verify:
             found = _differences(source, written, options, report)
-    # The configuration comes last: without it, the target is no model's folder.
-    files = [] if folder is None else without_weights.copy_files(options.file, folder)[0]
+    files = [] if model is None or found else model.write_files()[0]
     rate = source.total / max(seconds, 1e-6)
     report.done(
         f"{_DONE[command]}: {plural(len(source), 'tensor')}, {size(source.total)} in "
         f"{seconds:.2f} s, {size(rate)}/s, to {shown}"
     )
     if files:
-        report.done(f"copied beside it: {', '.join(files)}")
+        report.done(f"also copied: {', '.join(files)}")
     if part is not None:
         report.done(
             f"the names are those below {part[0]}: safetensors has no nested ones (see --key)"

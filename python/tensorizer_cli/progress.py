@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tensorizer._native import Call
 from tensorizer.file.progress import ProgressReporter
-
-from .output import print_error
 
 
 class Progress(ProgressReporter):
@@ -15,7 +14,7 @@ class Progress(ProgressReporter):
 
     Args:
         options: Those of the command.
-        passes: How often each byte counts: twice for a copy, which reads and writes it.
+        passes: The number of times that a byte is reported: two for a copy, which reads and writes.
 
     """
 
@@ -24,9 +23,14 @@ class Progress(ProgressReporter):
         show = self._callback
         if show is not None and passes > 1:
             self._callback = lambda done, total: show(done // passes, total // passes)
+        # While it waits, the bar is drawn again.
+        self._call = Call(f"tensorizer {options.command}", None)
+
+    def __enter__(self) -> Progress:
+        self._call.__enter__()
+        self.attach()
+        return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        # The next message begins a line of its own.
-        if 0 <= self._done < self.total:
-            print_error("")
+        self._call.__exit__(*raised)

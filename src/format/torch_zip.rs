@@ -117,12 +117,14 @@ fn checked_folder<'b>(raw: &[CentralEntry<'b>], at: u64) -> Result<&'b [u8], Mal
             "a TorchScript archive, as torch.jit.save writes it: load it with torch.jit.load";
         return Err(Malformed::new(at, what));
     }
-    if raw.iter().any(|central| central.name.ends_with(b".npy")) {
-        return Err(Malformed::new(at, "an .npz archive of numpy: numpy.load reads it"));
-    }
     has(|name| name == b"data.pkl").ok_or_else(|| {
-        let what = "a zip archive without the `data.pkl` that torch.save writes: if a checkpoint was \
-                    packed into it, unpack it first";
+        let is_npz = raw.iter().any(|central| central.name.ends_with(b".npy"));
+        let what = if is_npz {
+            "an .npz archive of numpy: numpy.load reads it"
+        } else {
+            "a zip archive without the `data.pkl` that torch.save writes: if a checkpoint was packed \
+             into it, unpack it first"
+        };
         Malformed::new(at, what)
     })
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import lunr
 from lunr.stop_word_filter import WORDS
 
-#: By what people look for: the pages that answer it.
+#: The pages that answer a search, any of which will do.
 PAGES = {
     "install": "how-to/install",
     "pip": "how-to/install",

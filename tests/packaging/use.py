@@ -1,6 +1,8 @@
 """Uses an installed wheel: use.py CMAKE PROGRAM_FOLDER MINOR NAME, in an empty folder."""
 
 import importlib.metadata
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,9 @@ cmake, program, minor, name = sys.argv[1:]
 package = Path(tensorizer.__file__).parent
 assert package.is_relative_to(sys.prefix), f"{package} is not that of this environment"
 assert importlib.metadata.version(name).endswith(f"+torch{minor}")
+# What needs no compiler: there is none.
+path, os.environ["PATH"] = os.environ["PATH"], ""
+assert shutil.which("c++") is None
 needed = importlib.metadata.requires(name)
 assert f"torch=={minor}.*" in needed, needed
 
@@ -39,6 +44,7 @@ for arguments, expected in ((["ls", "f.tensors"], "weight"), (["completion", "ba
     )  # fmt: skip
     assert expected in shown.stdout
 
+os.environ["PATH"] = path
 prefixes = f"{tensorizer.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
 for command in (
     [cmake, "-S", program, "-B", "build", f"-DCMAKE_PREFIX_PATH={prefixes}"],
@@ -48,4 +54,4 @@ for command in (
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 assert torch.equal(tensorizer.load("from_cpp.tensors")["weight"], tensors["weight"])
-print(f"tensorizer {importlib.metadata.version('tensorizer')} works with torch {torch.__version__}")
+print(f"tensorizer {importlib.metadata.version(name)} works with torch {torch.__version__}")

@@ -83,9 +83,10 @@ def test_help(arguments, command):
 
 
 def test_a_wrong_option_shows_the_usage_of_its_command(command):
-    done = command("cp", "--foo", "a", "b")
+    done = command("cp", "--reader", "4", "a", "b")
     assert done.returncode == 2
-    assert "usage: tensorizer cp" in done.stderr and "unknown: --foo" in done.stderr
+    assert "usage: tensorizer cp" in done.stderr
+    assert "unknown: --reader (did you mean --num-readers?)" in done.stderr
 
 
 def test_the_version(command):

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import warnings
 
 import pytest
@@ -78,7 +79,7 @@ MISTAKES = {
     ),
     "a name without the dot": (
         lambda: tensorizer.load(saved_module(), names=["weight"]),
-        r"which has '.weight'.*load_into_module\(\) finds them with and without it",
+        r"which has '.weight'.*load_into_module\(\) takes both, and load_state_dict",
     ),
     "verification of another format": (
         lambda: tensorizer.load(saved_as("safetensors"), verify_hash=True),
@@ -244,13 +245,16 @@ def test_names_too_long_for_a_file_are_missing_as_others_are(files):
 
 
 def test_options_of_other_libraries_get_the_name_that_is_right_here(files):
-    known = {"uri", *inspect.signature(tensorizer.load).parameters}
-    assert set(hints._OPTIONS.values()) <= known
-    names = {**hints._OPTIONS, **hints._OTHER_WAYS}
-    assert len(names) >= 20 and not names.keys() & known
-    for name in names:
-        hint = f"it is called {hints._OPTIONS.get(name)!r} here|{hints._OTHER_WAYS.get(name)}"
-        with pytest.raises(TypeError, match=f"{name}'; ({hint.replace('()', '..')})"):
-            tensorizer.load("m.tensors", **{name: 1})
+    assert len(hints._OPTIONS) >= 20
+    for call, file in ((tensorizer.load, "uri"), (TensorDeserializer, "file_obj")):
+        known = inspect.signature(call).parameters
+        for name, option in hints._OPTIONS.items():
+            ours = file if option == "uri" else option
+            if name not in known and ours in known:
+                with pytest.raises(TypeError, match=f"{name}'; it is called {ours!r} here"):
+                    call("m.tensors", **{name: 1})
+        for name, way in hints._OTHER_WAYS.items():
+            with pytest.raises(TypeError, match=f"{name}'; {re.escape(way)}"):
+                call("m.tensors", **{name: 1})
     with pytest.raises(TypeError, match="'num_reader'; did you mean 'num_readers'"):
         tensorizer.load("m.tensors", num_reader=1)

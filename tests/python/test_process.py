@@ -179,7 +179,7 @@ def test_another_torch_than_the_one_built_against():
         "torch 2.10.1+cpu: install its wheel for this torch, tensorizer-*+torch2.10-*.whl" in last
     )
     assert "`pip install --force-reinstall --no-deps .` in its source folder" in last
-    assert "It is for torch 2.10 to 2.15" in last
+    assert "Releases exist for torch 2.10 to 2.15" in last
 
 
 MEMORY = """

@@ -260,7 +260,7 @@ def test_the_command_shows_a_bar(monkeypatch):
 
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    options = SimpleNamespace(quiet=False, json=False)
+    options = SimpleNamespace(command="cp", quiet=False, json=False)
 
     def fail(options):
         with Progress(options) as bar:
@@ -288,16 +288,71 @@ def test_a_notebook_shows_a_bar(has_tqdm, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", object())
     if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with progress.ProgressReporter(True, 1000 * MB) as reporter:
+    with progress.ProgressReporter(True) as reporter:
+        # Nothing is known of the file yet.
+        reporter.flush()
+        assert not shown.getvalue()
+        reporter.total = 1000 * MB
         reporter.part()(100 * MB)
     assert ("100%|" if has_tqdm else "100% 1.0 GB of 1.0 GB") in shown.getvalue()
     assert ("1.05G/1.05G" in shown.getvalue()) == has_tqdm
 
 
-def test_each_larger_total_has_a_line(monkeypatch):
+class Bar:
+    """The parts of tqdm's that are used."""
+
+    def __init__(self, **options):
+        self.n = self.total = self.closed = 0
+
+    def update(self, more):
+        self.n += more
+
+    def refresh(self):
+        pass
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("kind", ["terminal", "notebook"])
+def test_a_bar_of_a_total_that_grows_ends_when_it_is_closed(kind, monkeypatch):
+    shown, made = Terminal(), []
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0)
+
+    def tqdm(**options):
+        made.append(Bar(**options))
+        return made[0]
+
+    is_terminal = kind == "terminal"
+    bar = progress.TerminalBar(grows=True) if is_terminal else progress.TqdmBar(tqdm, grows=True)
+    bar.show(100, 100)
+    bar.show(100, 200)
+    ended = (lambda: shown.getvalue().count("\n")) if is_terminal else (lambda: made[0].closed)
+    assert ended() == 0
+    bar.show(200, 200)
+    bar.close()
+    bar.close()
+    if is_terminal:
+        assert ended() == 1 and shown.getvalue().count("\r") == 3
+    else:
+        assert (made[0].n, made[0].total, ended()) == (200, 200, 2)
+
+
+def test_the_bar_of_a_load_that_fails_is_closed(monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    bar = progress.TerminalBar()
-    for total in (100, 100, 200):
-        bar.show(total, total)
-    assert shown.getvalue().count("\n") == 2
+    with pytest.raises(NoMoreError), progress.ProgressReporter(True, 1000 * MB) as reporter:
+        reporter.part()(100 * MB)
+        raise NoMoreError
+    assert shown.getvalue().endswith("\n")
+
+
+def test_a_write_that_is_refused_does_not_count(tmp_path):
+    told = Told()
+    with tensorizer.TensorSerializer(tmp_path / "f.tensors", progress=told) as file:
+        file.write_tensor(0, "a", tensorizer.TensorType.BUFFER, torch.ones(3))
+        with pytest.raises(ValueError, match="a"):
+            file.write_tensor(0, "a", tensorizer.TensorType.BUFFER, torch.ones(5))
+        file.write_tensor(0, "b", tensorizer.TensorType.BUFFER, torch.ones(3))
+    assert told.rows[-1] == (24, 24)

@@ -232,8 +232,10 @@ def test_arguments_for_the_hub_are_refused(tmp_path):
     for call in (from_pretrained, load_config, load_tokenizer, load_processor):
         with pytest.raises(TypeError, match="revision= is not supported: the address says"):
             call(tmp_path, revision="main")
-        with pytest.raises(TypeError, match="local_files_only= is for local folders; with HF_HUB"):
+        with pytest.raises(TypeError, match="hf://org/repo is not local; with HF_HUB_OFFLINE=1"):
             call("hf://org/repo", local_files_only=True)
+        with pytest.raises(TypeError, match="use_safetensors=False is not supported"):
+            call(tmp_path, use_safetensors=False)
         with pytest.raises(OSError, match=r"no config\.json|no tokenizer|no processor"):
             call(tmp_path, local_files_only=True, use_safetensors=True)
     with pytest.raises(TypeError, match="expected a class of transformers or diffusers"):

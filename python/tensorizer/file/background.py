@@ -95,8 +95,7 @@ class SaveFuture(Future[None]):
         """Write what is in a box, and empty it: no copy is left when the result is known."""
         error = None
         try:
-            with call, self._reporter as reporter, self._file:
-                reporter.attach()
+            with call, self._reporter, self._file:
                 write(boxed.pop())
         except BaseException as raised:
             error = raised
@@ -224,9 +223,11 @@ def save_async(
     for name, tensor in leaves:
         subclasses.refuse(name, tensor)
     refuse_short(leaves)
-    reporter = ProgressReporter(progress, data_bytes(values))
+    total = data_bytes(values)
     with fake_mode.suspended():
         boxed = [_copied(values)]
+    # The thread that saves reports, and no other.
+    reporter = ProgressReporter(progress, total, attached=False)
     call = _native.Call("save_async", options.get("timeout"), True)
     file = FileWriter(
         uri,

@@ -197,6 +197,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def close(self) -> None:
         """Finish the file and close it. Closing again does nothing."""
         with self._call():
+            self._progress.attach()
             self._close_together()
 
     def _close_together(self) -> None:

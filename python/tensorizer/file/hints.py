@@ -22,7 +22,8 @@ _DTYPES = {
     "f64": "float64",
     "f8": "float8_e4m3fn",
 }
-#: Names of options in other libraries, and in functions of the old package, and ours for each.
+#: Names of options in other libraries, and in functions of the old package, and ours for each. A
+#: file is ``uri`` in functions, and ``file_obj`` in the classes of the old package.
 _OPTIONS = {
     "buffer_size": "memory_limit",
     "cache": "cache_dir",
@@ -43,6 +44,7 @@ _OPTIONS = {
     "tensor_names": "names",
     "threads": "num_readers",
     "torch_dtype": "dtype",
+    "uri": "uri",
     "use_mmap": "mmap",
     "verify": "verify_hash",
 }
@@ -86,8 +88,10 @@ def of_dtype(dtype: object) -> str:
 
 def of_option(name: str, known: Collection[str]) -> str:
     """Return a hint about an option that is not known."""
-    if _OPTIONS.get(name) in known:
-        return f"; it is called {_OPTIONS[name]!r} here"
+    ours = _OPTIONS.get(name)
+    ours = "file_obj" if ours == "uri" and "uri" not in known else ours
+    if ours in known:
+        return f"; it is called {ours!r} here"
     if name in _OTHER_WAYS:
         return f"; {_OTHER_WAYS[name]}"
     close = difflib.get_close_matches(name, sorted(known), 1)
@@ -104,8 +108,9 @@ def of_name(name: Name | int, names: Sequence[Name]) -> str:
         prefix = found.removesuffix(name)
         if prefix == ".":
             return (
-                f", which has {found!r}: write_module names the tensors of the module itself with "
-                "a dot first, and load_into_module() finds them with and without it"
+                f", which has {found!r}, as write_module names the tensors of the module itself: "
+                "TensorDeserializer.load_into_module() takes both, and load_state_dict() "
+                '{name.lstrip("."): tensor for name, tensor in tensorizer.load(uri).items()}'
             )
         has_each = common_prefix(texts).startswith(prefix)
         begins = "every name begins" if has_each else "its name begins"

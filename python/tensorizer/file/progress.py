@@ -40,6 +40,8 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     Args:
         progress: The caller's argument.
         total: The number of all bytes, if it is known yet.
+        grows: True if the total may grow when all bytes are done: a bar ends with :meth:`close`.
+        attached: False if the present call does not report: see :meth:`attach`.
 
     Attributes:
         waits_for_flush: True if only :meth:`flush` calls the caller's function, and not the threads
@@ -50,20 +52,30 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
     """
 
-    def __init__(self, progress: ProgressType, total: int = 0) -> None:
+    def __init__(
+        self,
+        progress: ProgressType,
+        total: int = 0,
+        *,
+        grows: bool = False,
+        attached: bool = True,
+    ) -> None:
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"progress must be a bool or callable, not {progress!r}")
         self._callback: Callable[[int, int], object] | None = None
+        self._bar: TerminalBar | TqdmBar | None = None
         if not isinstance(progress, bool):
             self._callback = progress
         elif progress:
-            self._callback = _bar()
+            self._bar = _bar(grows=grows)
+            self._callback = None if self._bar is None else self._bar.show
         self.total = total
         self.waits_for_flush = False
         self._done = -1
         self._called = time.monotonic()
         self._parts: list[int] = []
-        self.attach()
+        if attached:
+            self.attach()
 
     def attach(self) -> None:
         """Report at least once a second during the call that this thread is in."""
@@ -102,41 +114,50 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
             self._done, self._called = done, now
             self._callback(done, self.total)
 
+    def close(self) -> None:
+        """End a bar, as after an error."""
+        if self._bar is not None:
+            self._bar.close()
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.finish()
+        self.close()
 
 
-def _bar() -> Callable[[int, int], None] | None:
-    """Return a function that shows a bar in a notebook or on the terminal; None without either."""
+def _bar(*, grows: bool) -> TerminalBar | TqdmBar | None:
+    """Return a bar for a notebook or the terminal; None without either."""
     if "ipykernel" in sys.modules:
         try:
             from tqdm.auto import tqdm
         except ImportError:
-            return TerminalBar().show
-        return TqdmBar(tqdm).show
-    return TerminalBar().show if sys.stderr is not None and sys.stderr.isatty() else None
+            return TerminalBar(grows=grows)
+        return TqdmBar(tqdm, grows=grows)
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return TerminalBar(grows=grows) if is_terminal else None
 
 
 class TqdmBar:
-    """A progress bar of tqdm, which begins with the first report."""
+    """A progress bar of tqdm, which begins when the total is known."""
 
-    def __init__(self, tqdm: Callable[..., Any]) -> None:
-        self._tqdm = tqdm
+    def __init__(self, tqdm: Callable[..., Any], *, grows: bool = False) -> None:
+        self._tqdm, self._grows = tqdm, grows
         self._bar: Any = None
 
     def show(self, done: int, total: int) -> None:
-        """Show the progress; the bar is closed with the last byte."""
+        """Show the progress; without a total that grows, the last byte ends the bar."""
+        if not total:
+            return
         if self._bar is None:
             self._bar = self._tqdm(unit="B", unit_scale=True)
         self._bar.total = total
         self._bar.update(done - self._bar.n)
         self._bar.refresh()
-        if done == total:
+        if done == total and not self._grows:
             self.close()
 
     def close(self) -> None:
-        """End the bar, also of a load that failed."""
+        """End the bar; ending it again has no effect."""
         if self._bar is not None:
             self._bar.close()
 
@@ -155,34 +176,45 @@ def _duration(seconds: float) -> str:
 class TerminalBar:
     """A progress bar on the terminal, with bytes, their rate, and the time that is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, grows: bool = False) -> None:
+        self._grows = grows
         self._begun = time.monotonic()
         self._shown = -_REDRAW_SECONDS
-        self._ended = -1
+        self._is_drawn = self._ended = False
 
     def show(self, done: int, total: int) -> None:
-        """Show the progress, some times a second; the line ends with the last byte.
+        """Show the progress, some times a second.
 
-        A larger total begins another line.
+        The last byte ends the line, unless the total may grow.
         """
         now = time.monotonic() - self._begun
-        if total <= self._ended or (done < total and now - self._shown < _REDRAW_SECONDS):
+        is_last = 0 < total <= done and not self._grows
+        if self._ended or not total or (not is_last and now - self._shown < _REDRAW_SECONDS):
             return
-        is_last = 0 < total <= done
         self._shown = now
-        share = done / total if total else 1.0
+        share = done / total
         bar = "#" * int(_BAR_WIDTH * share)
         rate = done / max(now, 1e-3)
         far = f"{convert_bytes(done)} of {convert_bytes(total)}, {convert_bytes(rate)}/s"
-        left = "" if is_last or not rate else f", {_duration((total - done) / rate)} left"
+        left = "" if done == total or not rate else f", {_duration((total - done) / rate)} left"
         # One line of the terminal, over the line before.
         room = shutil.get_terminal_size().columns - 1
         line = f"[{bar:<{_BAR_WIDTH}}] {share:4.0%} {far}"
         line += left if len(line) + len(left) <= room else ""
-        end = "\n" if is_last else ""
-        self._ended = total if is_last else self._ended
+        self._write(f"\r{line[:room]:<{room}}")
+        self._is_drawn = True
+        if is_last:
+            self.close()
+
+    def close(self) -> None:
+        """End the line; ending it again has no effect."""
+        if self._is_drawn and not self._ended:
+            self._write("\n")
+        self._ended = True
+
+    def _write(self, text: str) -> None:
         try:
-            print(f"\r{line[:room]:<{room}}", end=end, file=sys.stderr, flush=True)
+            print(text, end="", file=sys.stderr, flush=True)
         except OSError:
             # The terminal is gone, which is no reason to end the load or save.
-            self._ended = sys.maxsize
+            self._ended = True

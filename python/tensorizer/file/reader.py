@@ -113,7 +113,6 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             dtype=dtype,
             progress=reporter if progress else None,
             lazily=lazy_load and not self._is_part and not options.get("verify_hash"),
-            wanted=self._names,
             closes_stream=True,
             **options,
         )

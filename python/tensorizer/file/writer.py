@@ -81,7 +81,7 @@ class TensorSerializer:
         self.compress_tensors = bool(compress_tensors)
         self.total_compressed_tensor_bytes = 0
         self.lz4_frame = None
-        self._progress = ProgressReporter(progress)
+        self._progress = ProgressReporter(progress, grows=True)
         self._file = FileWriter(
             file_obj,
             limit_cpu_concurrency=limit_cpu_concurrency,
@@ -216,15 +216,23 @@ class TensorSerializer:
         modules: Sequence[int],
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        self._progress.total += data_bytes(tensors)
-        self._file.write(names, kinds, modules, tensors)
+        added = data_bytes(tensors)
+        self._progress.total += added
+        try:
+            self._file.write(names, kinds, modules, tensors)
+        except BaseException:
+            self._progress.total -= added
+            raise
         self._progress.finish()
 
     # Ending
 
     def close(self) -> None:
         """Finish the file and close it. Closing again has no effect."""
-        self._file.close()
+        try:
+            self._file.close()
+        finally:
+            self._progress.close()
 
     def __enter__(self) -> TensorSerializer:
         return self
@@ -234,6 +242,7 @@ class TensorSerializer:
             self.close()
         else:
             self._file.abandon()
+            self._progress.close()
 
 
 def _warn_of_extra_state(module: torch.nn.Module) -> None:

@@ -232,11 +232,14 @@ def refuse_hub_arguments(folder: ModelFolder, kwargs: dict[str, Any]) -> None:
         TypeError: There is an argument that the address replaces.
 
     """
-    kwargs.pop("use_safetensors", None)
+    if kwargs.pop("use_safetensors", None) is False:
+        raise TypeError(
+            "use_safetensors=False is not supported: pass the address of the file of weights"
+        )
     if kwargs.pop("local_files_only", False) and folder.path is None:
         raise TypeError(
-            "local_files_only= is for local folders; with HF_HUB_OFFLINE=1, hf:// addresses are "
-            "read from the hub's cache on this machine"
+            f"local_files_only=True, and {folder.shown} is not local; with HF_HUB_OFFLINE=1, hf:// "
+            "addresses are read from the hub's cache on this machine"
         )
     wrong = sorted(_OF_THE_HUB & kwargs.keys())
     if wrong:

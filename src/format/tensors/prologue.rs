@@ -127,7 +127,6 @@ pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
     let text = bytes.trim_ascii_start().to_ascii_lowercase();
     Some(match bytes {
         [] => "an empty file",
-        [_, _, _, _, _, 0, 0, 0, b'{', ..] => "a safetensors file",
         [b'P', b'K', 5, 6, ..] => "a zip archive that holds nothing",
         [0x80, 2..=5, ..] => {
             "a pickle that torch.save did not write: the program that wrote it can load it, and \

@@ -26,6 +26,11 @@ const UNIQUE_KINDS: [fn(&str) -> bool; 4] = [
     |name| name.ends_with(".tensors") && !name.starts_with('.'),
 ];
 
+/// The end of the message for the folder of a distributed checkpoint.
+const CHECKPOINT_ADVICE: &str = "it is a checkpoint of torch.distributed.checkpoint: load it with \
+     tensorizer.distributed.load_state(folder), or the part of each rank with \
+     tensorizer.distributed.Reader(folder)";
+
 /// Opens a local path: a file, a pipe, or the file of a folder.
 pub fn open_path(path: &Path) -> Result<Arc<dyn ReadAt>> {
     let uri = path.display().to_string();
@@ -92,10 +97,7 @@ fn file_in_folder(folder: &Path) -> Result<PathBuf> {
         }
     }
     let what = if is_checkpoint {
-        "it is a checkpoint of torch.distributed.checkpoint: load it with \
-         tensorizer.distributed.load_state(folder), or the part of each rank with \
-         tensorizer.distributed.Reader(folder)"
-            .to_owned()
+        CHECKPOINT_ADVICE.to_owned()
     } else {
         format!("it is a folder, and holds none of {EXPECTED_MODEL_FILES}")
     };
@@ -114,7 +116,8 @@ pub fn open_model(
         return open_path(&path);
     }
     let in_folder = folder_candidates(uri);
-    let itself = in_folder.is_empty() || !uri.ends_with('/');
+    let has_folders = !in_folder.is_empty();
+    let itself = !has_folders || !uri.ends_with('/');
     let candidates: Vec<String> =
         itself.then(|| uri.to_owned()).into_iter().chain(in_folder).collect();
     let is_cached = |uri: &&String| {
@@ -131,11 +134,15 @@ pub fn open_model(
             opened => return opened,
         }
     }
-    Err(missing.filter(|_| itself).unwrap_or_else(|| {
-        let what = format!(
-            "there is none of {EXPECTED_MODEL_FILES}; folders of torch.distributed.checkpoint are for \
-             tensorizer.distributed.load_state"
-        );
+    let folder = uri.strip_suffix('/').unwrap_or(uri);
+    let is_checkpoint = has_folders
+        && CHECKPOINTS.iter().any(|name| open(&format!("{folder}/{name}"), options, cancel).is_ok());
+    Err(missing.filter(|_| itself && !is_checkpoint).unwrap_or_else(|| {
+        let what = if is_checkpoint {
+            CHECKPOINT_ADVICE.to_owned()
+        } else {
+            format!("there is none of {EXPECTED_MODEL_FILES}")
+        };
         let display_address = display_address(uri).unwrap_or_else(|| uri.to_owned());
         Error::failed("opening", &display_address, ErrorKind::NotFound, what)
     }))

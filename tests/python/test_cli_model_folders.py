@@ -72,7 +72,7 @@ def test_a_whole_model_is_copied(moto, model, tmp_path, monkeypatch, capsys):
     (model / "model.tensors").unlink()
     tensorizer.save(tensors, model / "model.safetensors")
     assert main(["cp", str(model), "s3://bucket/whole", "--verify"]) == 0
-    assert "copied beside it: beside.py, config.json" in capsys.readouterr().err
+    assert "also copied: beside.py, config.json" in capsys.readouterr().err
     for source, target in (("s3://bucket/whole/", "new"), (str(model), "other/")):
         assert main(["cp", "--json", source, str(tmp_path / target)]) == 0
         assert json.loads(capsys.readouterr().out)["files"] == sorted(FILES)
