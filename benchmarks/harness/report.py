@@ -15,19 +15,20 @@ from harness.records import NEWEST, RECORDS, Row, Run, by_case
 README = ROOT / "README.md"
 PAGE = ROOT / "docs/explanation/benchmarks.md"
 CPU, H100, EMULATED = "2-core-x86_64", "nvidia-h100-80gb-hbm3", "emulated-h100-0"
-#: Rows of the README: what is done, and its case.
-SHORT = {
-    "Load a local file": "tensors/read",
-    "Use it in place (`mmap=True`)": "tensors/mapped",
-    "Load it from a cold disk": "tensors/cold",
-    "Load it over HTTP": "tensors/http",
-    "Load it from S3": "tensors/s3",
-    "Load it encrypted": "tensors/decrypt",
-    "Save it, synced": "tensors/save",
-    "Upload it to S3": "tensors/upload",
-    "transformers' `from_pretrained`": "formats/pretrained",
-    "The same over HTTP": "formats/pretrained-http",
-}
+#: Rows of the README: what is done, the records and the case.
+SHORT = (
+    ("Load a local file", CPU, "tensors/read"),
+    ("Use it in place (`mmap=True`)", CPU, "tensors/mapped"),
+    ("Load it from a cold disk", CPU, "tensors/cold"),
+    ("Load it over HTTP", CPU, "tensors/http"),
+    ("Load it from S3", CPU, "tensors/s3"),
+    ("Load it encrypted", CPU, "tensors/decrypt"),
+    ("Save it, synced", CPU, "tensors/save"),
+    ("Upload it to S3", CPU, "tensors/upload"),
+    ("transformers' `from_pretrained`", CPU, "formats/pretrained"),
+    ("The same over HTTP", CPU, "formats/pretrained-http"),
+    ("Load 8 GB onto an H100", H100, "device/load"),
+)
 #: Rows of the page: what is done, the records and the case.
 DECISIONS = (
     ("Load 8 GB onto an H100", H100, "device/load"),
@@ -219,10 +220,11 @@ def short(root: Path) -> str:
         "| | tensorizer 3 | tensorizer 2.12.1 | safetensors | fastest other | rounds |",
         "|---|---|---|---|---|---|",
     ]
-    found, machines = by_case(root / CPU / NEWEST), {}
-    for what, case in SHORT.items():
-        machine, rows = found[case]
-        machines[f"{machine['date'][:10]}, on {machine['cpu']}"] = None
+    machines: dict[str, set[str]] = {}
+    for what, folder, case in SHORT:
+        machine, rows = by_case(root / folder / NEWEST)[case]
+        on = machine["cpu"] if folder == CPU else machine["device"]
+        machines.setdefault(on, set()).add(machine["date"][:10])
         ours, peers = ours_of(rows), peers_of(rows)
         assert ours is not None
         old = next((row for row in peers if "2.12.1" in row["engine"]), None)
@@ -230,9 +232,11 @@ def short(root: Path) -> str:
         rest = [row for row in peers if row is not old and row is not safe]
         fastest = min(rest, key=lambda row: row["median"], default=None)
         cells = [cell(ours, ours), cell(old, ours), cell(safe, ours), cell(fastest, ours, True)]
-        lines.append(f"| {what} | {' | '.join(cells)} | {ours['n']} |")
+        rounds = sorted({row["n"] for row in (ours, old, safe, fastest) if row is not None})
+        lines.append(f"| {what} | {' | '.join(cells)} | {' or '.join(map(str, rounds))} |")
     models = "A model of 2.2 GB in 201 tensors; for transformers, a Llama of 1.08 GB."
-    where = f"Measured {' and '.join(machines)}, CPU only; servers on the same machine."
+    on = "; ".join(f"{' and '.join(sorted(days))} on {where}" for where, days in machines.items())
+    where = f"Measured {on}. Servers were on the same machine."
     return "\n".join([*lines, "", f"{models} {where}"])
 
 
