@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import tensorizer
@@ -45,7 +46,9 @@ def main(address: str, port: int = 8000) -> None:
     # Probes are answered while the model is loaded.
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.model = tensorizer.load(address, "cuda" if torch.cuda.is_available() else "cpu")
-    threading.Event().wait()
+    while True:
+        # A signal that comes just before a wait without end would not end it.
+        time.sleep(1)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ def test_a_failed_save_that_no_call_asked_for_fails_the_process(tmp_path, way):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.host
 def test_a_failed_save_whose_exception_was_asked_for_fails_no_process(tmp_path):
     code = AT_EXIT.replace("torch.arange(3_000_000)", "torch.eye(3).to_sparse()")
     asked = code.replace("if wait: future.result()", "future.exception()")

@@ -270,6 +270,7 @@ def test_crc32_finds_damage(tmp_path):
             tensorizer.load(path, "cpu", verify_hash="crc32")
 
 
+@pytest.mark.host
 def test_golden_files():
     """Encrypted files that old releases wrote, or could read, load with each key and passphrase."""
     files = [
@@ -344,6 +345,7 @@ return {n: d[n].detach().reshape(-1).view(views[d[n].element_size()]).numpy().to
 """
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("manifest", [False, True])
 @pytest.mark.parametrize("secret", [KEY, "words-hu5hw0rd"], ids=["key", "string"])
 def test_the_old_package_reads_it(tmp_path, old, secret, manifest):
@@ -359,6 +361,7 @@ def test_the_old_package_reads_it(tmp_path, old, secret, manifest):
     assert read["none2"] == b""
 
 
+@pytest.mark.host
 def test_the_old_package_wrote_it(tmp_path, old):
     path = tmp_path / "f.tensors"
     for secret in (KEY, "words-hu5hw0rd"):

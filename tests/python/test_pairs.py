@@ -109,6 +109,7 @@ def test_the_old_package_loads_what_is_saved_here(old, tmp_path, legacy):
     assert_state(found, expected)
 
 
+@pytest.mark.host
 def test_the_old_package_loads_encrypted_storages(old, tmp_path):
     path = tmp_path / "f.pt"
     save(state(), path, encryption=EncryptionParams(KEY, manifest=True))
@@ -413,6 +414,7 @@ def refuse(*_):
     raise NotImplementedError
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("limit", [100, 300_000])
 def test_a_full_disk_changes_nothing(tmp_path, limit):
     # The first limit stops the storages' file, the second the pickle after it.

@@ -100,6 +100,7 @@ def test_several_calls_on_one_object(tmp_path):
     assert_same(found["array"][2], torch.eye(3, dtype=torch.float64))
 
 
+@pytest.mark.host
 def test_an_index_that_outgrows_its_space(tmp_path):
     """The old package stops at 256 KiB of index and leaves a damaged file."""
     path = tmp_path / "f.tensors"
@@ -161,6 +162,7 @@ def test_modules(tmp_path):
     assert set(entries(path)) == set(found)
 
 
+@pytest.mark.host
 def test_more_modules_than_an_index_can_count(tmp_path):
     class Tiny(torch.nn.Module):
         pass
