@@ -114,7 +114,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         "encrypted": file.reader.encrypted,
         "tensors": len(file),
         "bytes": file.total,
-        "device": ", ".join(dict.fromkeys(call["device"] for call in calls)) or str(device),
+        "device": next((call["device"] for call in calls if call["device"]), str(device)),
         "seconds": round(whole, 6),
         "bytes_per_second": round(file.total / whole),
         "path": _path(options.file, source, threads if parallel else 0, names, mapped),

@@ -31,6 +31,7 @@ from tensorizer.transformers import (
     load_tokenizer,
     weights,
 )
+from tensorizer_cli.main import main
 
 transformers = pytest.importorskip("transformers", "5")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -107,12 +108,14 @@ print(tensorizer.transformers.from_pretrained.__module__, "transformers" in sys.
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_the_same_as_the_librarys_own(served, name):
-    folder = served.root / name
+def test_the_same_as_the_librarys_own(served, name, tmp_path):
+    folder, copied = served.root / name, tmp_path / "copied"
+    assert main(["cp", f"{served.http}/{name}", str(copied)]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[1, 5, 6, 7]])
     auto = transformers.AutoModelForCausalLM
-    for address, cls in ((folder, None), (f"{served.http}/{name}", None), (str(folder), auto)):
+    addresses = ((folder, None), (f"{served.http}/{name}", None), (str(folder), auto), (copied, None))
+    for address, cls in addresses:
         ours = from_pretrained(address, cls, device="cpu")
         assert type(ours) is type(theirs) and not ours.training
         assert list(ours.state_dict()) == list(theirs.state_dict())
