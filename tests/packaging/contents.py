@@ -67,7 +67,7 @@ assert sorted(fields["Provides-Extra"]) == ["Provides-Extra: protobuf", "Provide
 assert any(re.match(r"Requires-Dist: torch[=>]=?", line) for line in fields["Requires-Dist"])
 
 unpacked = sum(one.file_size for one in zipfile.ZipFile(wheel).infolist())
-assert unpacked <= 45_000_000, f"{wheel} takes {unpacked:,} bytes: were its libraries stripped?"
+assert unpacked <= 50_000_000, f"{wheel} takes {unpacked:,} bytes: were its libraries stripped?"
 
 # Every file that Cargo reads. The archive's own folder is taken off.
 with tarfile.open(sdist) as archive:
