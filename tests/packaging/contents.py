@@ -72,6 +72,7 @@ assert unpacked <= 50_000_000, f"{wheel} takes {unpacked:,} bytes: were its libr
 # Every file that Cargo reads. The archive's own folder is taken off.
 with tarfile.open(sdist) as archive:
     found = {name.split("/", 1)[-1] for name in archive.getnames()}
+assert not {name for name in found if name.endswith(".so")}, "what was compiled is no source"
 wanted = {"Cargo.toml", "Cargo.lock", "csrc/Cargo.toml", "python/Cargo.toml"}
 for folder, kind in (("src", "*.rs"), ("csrc", "*.*"), ("python", "*.rs")):
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(kind)}

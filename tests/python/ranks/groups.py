@@ -70,14 +70,15 @@ def of_kind(folder, kind):
 
 
 def every_format(folder, kinds):
-    """Load everything at all ranks."""
+    """Load everything at all ranks: the first format with each option, others with one."""
     fetch_together(BATCH)
+    every = [{"mmap": True}, {"dtype": torch.bfloat16}, {"num_readers": 1}]
+    hashes = [{"verify_hash": True}, {"verify_hash": "crc32"}]
     with group():
-        for kind in kinds:
+        for at, kind in enumerate(kinds):
             uri, options, made = of_kind(folder, kind)
-            for more in ({}, {"dtype": torch.bfloat16}, {"num_readers": 1}, {"mmap": True},
-                         *([{"verify_hash": True}, {"verify_hash": "crc32"}]
-                           if "tensors" in kind.split(".") else [])):  # fmt: skip
+            chosen = every + hashes if at == 0 else [every[at % 3]]
+            for more in ({}, *chosen, *(hashes[:1] if kind == "enc.tensors" else ())):
                 found = tensorizer.load(uri, group=dist.group.WORLD, **options, **more)
                 half = "dtype" in more
                 expected = {
@@ -94,44 +95,73 @@ def every_format(folder, kinds):
 
 
 def other_wants(folder, kinds):
-    """Every rank asks for something else, or for nothing."""
+    """Every rank asks for something else, or for nothing.
+
+    Of the first format in all ways, and of the others in every second way.
+    """
     fetch_together(BATCH)
-    with group() as (rank, world):
-        for kind in kinds:
-            _other_wants(folder, kind, rank, world)
+    with group() as (_, world):
+        mesh = init_device_mesh("cpu", (world,))
+        square = init_device_mesh("cpu", (2, world // 2))
+        for at, kind in enumerate(kinds):
+            uri, options, made = of_kind(folder, kind)
+
+            def load(uri=uri, options=options, **more):
+                return tensorizer.load(uri, group=dist.group.WORLD, **options, **more)
+
+            ways = [by_name, by_filter, by_slices, by_rows, by_shard]
+            ways += [
+                lambda load, made: like_others(load, made, mesh, square),
+                lambda load, made: into_memory(load, made, mesh),
+            ]
+            for way in ways if at == 0 else ways[at % 2 :: 2]:
+                way(load, made)
 
 
-def _other_wants(folder, kind, rank, world):
-    uri, options, made = of_kind(folder, kind)
-    mesh = init_device_mesh("cpu", (world,))
-    square = init_device_mesh("cpu", (2, world // 2))
-
-    def load(**more):
-        return tensorizer.load(uri, group=dist.group.WORLD, **options, **more)
-
+def by_name(load, made):
+    rank = dist.get_rank()
     names = [["rows", "t1"], ["cube"], [], list(made)][rank % 4]
     same(load(names=names), {name: made[name] for name in names})
+    # Nothing at all.
+    assert load(names=[]) == {}
+
+
+def by_filter(load, made):
     wants = [lambda n: n < "t", lambda n: False, lambda n: n == "words", lambda n: True]
-    chosen = {n: t for n, t in made.items() if wants[rank % 4](n)}
-    assert_same_names = load(filter_func=wants[rank % 4])
-    assert assert_same_names.keys() == chosen.keys()
-    for name, tensor in assert_same_names.items():
+    wanted = wants[dist.get_rank() % 4]
+    chosen = {n: t for n, t in made.items() if wanted(n)}
+    found = load(filter_func=wanted)
+    assert found.keys() == chosen.keys()
+    for name, tensor in found.items():
         assert_equal(tensor, chosen[name])
-    # Slices of other dimensions, of one tensor at all ranks.
+
+
+def by_slices(load, made):
+    """Slices of other dimensions, of one tensor at all ranks."""
+    rank = dist.get_rank()
     slices = [(0, 20, 290), (1, 3, 4), (slice(5, 100, 7), slice(50)), (3,)][rank % 4]
     index = {0: slice(20, 290), 1: (slice(None), slice(3, 4)), 2: slices, 3: slices}[rank % 4]
     found = load(names=["rows", "t0"], slices={"rows": slices})
     same(found, {"rows": made["rows"][index], "t0": made["t0"]})
-    # The same rows at all ranks, which are not the first ones.
+
+
+def by_rows(load, made):
+    """The same rows at all ranks, which are not the first ones."""
     found = load(names=["rows", "cube"], slices={"rows": (0, 100, 290), "cube": (0, 1, 3)})
     same(found, {"rows": made["rows"][100:290], "cube": made["cube"][1:3]})
-    # Shards, of another dimension at each rank.
-    dim = rank % 2
-    shard = tensorizer.Shard(dim, rank, world)
+
+
+def by_shard(load, made):
+    """Shards, of another dimension at each rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shard = tensorizer.Shard(rank % 2, rank, world)
     two = [name for name in made if made[name].dim() > 1]
     found = load(names=two, shard=shard)
-    same(found, {name: cut(made[name], dim, world, rank) for name in two})
-    # DTensors, and what is no DTensor.
+    same(found, {name: cut(made[name], rank % 2, world, rank) for name in two})
+
+
+def like_others(load, made, mesh, square):
+    """DTensors, and what is no DTensor."""
     like = {
         "rows": placed(made["rows"], mesh, [Shard(1)]),
         "cube": placed(made["cube"], square, [Shard(1), Shard(2)]),
@@ -145,7 +175,11 @@ def _other_wants(folder, kind, rank, world):
         assert isinstance(found[name], DTensor)
         assert_equal(found[name].to_local(), like[name].to_local(), name)
     assert_equal(found["t4"], made["t4"])
-    # Memory of others: whole, of DTensors, and views into something larger.
+
+
+def into_memory(load, made, mesh):
+    """Memory of others: whole, of DTensors, and views into something larger."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     around = torch.full((302, 200), 7.0)
     out = {
         "rows": around[1:-1],
@@ -155,14 +189,11 @@ def _other_wants(folder, kind, rank, world):
     out = {name: out[name] for name in list(out)[: 1 + rank % 3]}
     assert load(out=out) is not out
     if "cube" in out:
-        expected = cut(made["cube"], 1, world, rank)
-        assert_equal(out["cube"].to_local(), expected)
+        assert_equal(out["cube"].to_local(), cut(made["cube"], 1, world, rank))
     assert_equal(around[1:-1], made["rows"])
     assert (around[0] == 7).all() and (around[-1] == 7).all()
     if "t1" in out:
         assert_equal(out["t1"], made["t1"])
-    # The same file under another name, and nothing at all.
-    assert load(names=[]) == {}
 
 
 def from_servers(addresses):
@@ -255,7 +286,7 @@ def subgroups(folder):
         uri, options, made = of_kind(folder, "tensors")
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         crossed = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-        for turn in range(12):
+        for turn in range(6):
             name = ("rows", "cube", "t1", "words")[(turn + rank // 2) % 4]
             found = tensorizer.load(uri, group=pairs[rank // 2], names=[name])
             assert_equal(found[name], made[name], turn)

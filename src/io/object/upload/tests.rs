@@ -90,8 +90,8 @@ impl UploadProtocol for RamObject {
     fn complete(&self, _: &str, parts: &[SentPart], len: u64, _: &dyn Cancel) -> Result<()> {
         self.check(Stage::Complete)?;
         let mut state = self.state();
-        let object: Vec<u8> =
-            parts.iter().flat_map(|part| state.parts[&part.number].clone()).collect();
+        let object: Vec<&[u8]> = parts.iter().map(|part| &*state.parts[&part.number]).collect();
+        let object = object.concat();
         assert_eq!(object.len() as u64, len);
         state.object = Some(object);
         Ok(())
