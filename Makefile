@@ -143,8 +143,9 @@ test-pages: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/clouds
 test-cuda: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	@sh tests/cuda/emulator/build.sh $(BIN)/python; built=$$?; \
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
-	REQUIRE_CUDA=1 PYTHONPATH=tests/cuda sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest -p through_device $(AT_ONCE) 2 \
-	  $(WHICH) tests/cuda tests/python/gpu $$(grep -l mark.device tests/python/test_*.py)
+	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(AT_ONCE) 2 $(WHICH) tests/cuda tests/python/gpu && \
+	PYTHONPATH=tests/cuda sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest -p through_device $(AT_ONCE) 2 \
+	  -m "device and not host and not long" $$(grep -l mark.device tests/python/test_*.py)
 
 # Whether everything compiles for Linux on AArch64, C and C++ included: rustup target add
 # aarch64-unknown-linux-gnu; apt install g++-aarch64-linux-gnu. torch's headers are those of here.

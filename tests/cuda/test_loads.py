@@ -304,7 +304,6 @@ def test_a_forked_child_leaves_the_staging_memory_alone(path):
 def test_the_plugin_sends_loads_and_saves_through_the_device(tmp_path):
     code = """
 import through_device
-through_device.switch(True)
 tensors = {"a": torch.arange(9.0), "b": torch.ones(3)}
 tensorizer.save(tensors, sys.argv[1])
 assert tensorizer.stats()["device"] == "cuda:0"

@@ -1,20 +1,14 @@
 """A plugin for pytest that sends loads to the CPU, and saves from it, through the emulated device.
 
-`make test-cuda` runs tests of loading and saving once more with it: of the modules of tests/python
-those tests that are marked `device`, and neither `host` nor `long`. Tensors are loaded to device 0,
+`make test-cuda` runs tests of loading and saving once more with it. Tensors are loaded to device 0,
 and then copied to the CPU, where the test finds them. Tensors that are saved, compared or filled
 are copied to the device before.
 """
 
-from pathlib import Path
-
-import pytest
 import torch
 from tensorizer.file.open_file import OpenFile
 from tensorizer.tensors import devices, fake_mode, handles, subclasses
 
-#: Of the tests in this folder those that are marked run, through the device.
-MARKED = Path(__file__).resolve().parents[1] / "python"
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 _number, _is_native = devices.number, devices.is_native
 _lend, _take, _fill = handles._lend, handles._take, OpenFile.fill
@@ -75,32 +69,5 @@ def fill(self, tensors, *args, **kwargs):
                 tensor.detach().untyped_storage().copy_(copy.untyped_storage())
 
 
-def switch(on):
-    """Send loads and saves through the device, or no longer."""
-    chosen = (number, is_native) if on else (_number, _is_native)
-    devices.number, devices.is_native = chosen
-    chosen = (lend, take, fill) if on else (_lend, _take, _fill)
-    handles._lend, handles._take, OpenFile.fill = chosen
-
-
-def pytest_collection_modifyitems(config, items):
-    """Deselect the tests of tests/python that are not for the device."""
-    others = [item for item in items if item.path.parent == MARKED and not is_for_device(item)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item.path.parent != MARKED or is_for_device(item)]
-
-
-def is_for_device(item):
-    """Tell whether the marks of a test say that it runs through the device too."""
-    marks = {mark.name for mark in item.iter_markers()}
-    return "device" in marks and not marks & {"host", "long"}
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Run tests of tests/python through the device, with their fixtures."""
-    switch(item.path.parent == MARKED)
-    try:
-        return (yield)
-    finally:
-        switch(False)
+devices.number, devices.is_native = number, is_native
+handles._lend, handles._take, OpenFile.fill = lend, take, fill
