@@ -195,15 +195,14 @@ def cases(world: int) -> Iterator[Case]:
     for name, title, saves, names, beside, more in (
         ("save", "a disk", True, LOCAL, (baselines.WRITE, baselines.WRITE_DIRECT), {}),
         ("load", "the page cache", False, LOCAL, (baselines.COPY_READ,), {}),
-        # At toy size the same as from the page cache.
         ("load-cold", "a disk, nothing in the page cache", False, (*TOY, "HuggingFace"),
-         (baselines.DIRECT,), {"cold": True, "quick": None}),
+         (baselines.DIRECT,), {"cold": True}),
         ("save-s3", "S3 on this machine", True, REMOTE, (), {"server": "objects"}),
         ("load-s3", "S3 on this machine", False, REMOTE, (), {"server": "objects"}),
     ):  # fmt: skip
         engines = (*(engine(one, world, saves) for one in names), *beside)
         what = f"{'save a checkpoint to' if saves else 'load a checkpoint from'} {title}, {by}"
-        yield Case(f"dcp/{name}-{world}", what, engines, "adam", **({"quick": toy} | more))
+        yield Case(f"dcp/{name}-{world}", what, engines, "adam", quick=toy, **more)
 
 
 CASES = [case for world in (1, 2, 4) for case in cases(world)]

@@ -283,11 +283,12 @@ def tests(folder: str) -> Callable[[Given], Measured]:
             "pytest",
             folder,
             "-q",
+            "-n",
+            "1",
             "-p",
             "no:cacheprovider",
         ]
-        # A toy run has two tests, for which a worker would import torch once more.
-        command += ["-k", "test_load or test_save"] if given.quick else ["-n", "1"]
+        command += ["-k", "test_load or test_save"] if given.quick else []
         env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
         start = time.perf_counter()
         done = subprocess.run(
