@@ -210,9 +210,7 @@ mod tests {
             damage in proptest::option::of(any::<usize>()),
             wraps in any::<bool>(),
         ) {
-            let once: Vec<u8> = (0..4099).map(|i| (i * 31 + i / 255 + len) as u8).collect();
-            let mut data = once.repeat(len / once.len() + 1);
-            data.truncate(len);
+            let data = crate::test_bytes::pattern(len, len);
             let piece_len = if single { stated } else { PIECE_LEN };
             let cut = if single { data.len() } else { PIECE_LEN as usize };
             let outcome = decrypted(&data, (piece_len, single), (backwards, damage), (cut, wraps));

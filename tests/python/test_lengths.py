@@ -187,7 +187,7 @@ assert not found and [name for name, same in each if not same] == ["m.t20"]
 """
     done = run_python(PEAK.replace("{}", code.replace("{}", str(encrypted))), path, saved)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 60 << 20
+    assert int(done.stdout) < 40 << 20
 
 
 def test_a_header_without_memory_for_it(saved, tmp_path):

@@ -24,6 +24,7 @@ use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
+use crate::test_bytes::pattern;
 
 /// A random number generator (xorshift64), the same as that of the fake device.
 struct Random(u64);
@@ -86,14 +87,6 @@ fn allocate(blocks: &DeviceBlocks, later: &mut VecDeque<(usize, DeviceMemory)>) 
         blocks.insert(at, crate::mem::device::DeviceBlock { memory, after: None })?;
     }
     Ok(!later.is_empty())
-}
-
-/// Bytes that differ by seed, and that begin again where no buffer and no batch does.
-fn pattern(len: usize, seed: usize) -> Vec<u8> {
-    let once: Vec<u8> = (0..4099).map(|i| (i * 31 + i / 255 + seed * 7) as u8).collect();
-    let mut bytes = once.repeat(len / once.len() + 1);
-    bytes.truncate(len);
-    bytes
 }
 
 struct SavedFile {

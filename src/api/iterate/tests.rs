@@ -28,12 +28,8 @@ use crate::memory_limit::MemoryLimit;
 
 const LENS: [usize; 9] = [700_000, 0, 1, 3_000_000, 64, 90_000, 2_100_000, 4096, 1_200_000];
 
-/// The bytes of a tensor, which begin again where no buffer and no batch does.
 fn tensor(number: usize) -> Vec<u8> {
-    let once: Vec<u8> = (0..4099).map(|at| (at * 31 + at / 255 + number * 7) as u8).collect();
-    let mut bytes = once.repeat(LENS[number] / once.len() + 1);
-    bytes.truncate(LENS[number]);
-    bytes
+    crate::test_bytes::pattern(LENS[number], number)
 }
 
 fn saved(folder: &Path, options: SaveOptions) -> PathBuf {

@@ -72,13 +72,7 @@ fn tensors(lens: &[usize], hashes: Hashes) -> TestTensors {
         meta: false,
     });
     let layout = place_tensors(placed.collect(), 0, 64, hashes, None).unwrap();
-    // They begin again where no batch does.
-    let data = lens.iter().enumerate().map(|(n, &len)| {
-        let once: Vec<u8> = (0..4099).map(|i| (i * 31 + i / 255 + n * 7) as u8).collect();
-        let mut data = once.repeat(len / once.len() + 1);
-        data.truncate(len);
-        data
-    });
+    let data = lens.iter().enumerate().map(|(n, &len)| crate::test_bytes::pattern(len, n));
     TestTensors { entries: layout.entries, end: layout.end, data: data.collect() }
 }
 

@@ -114,12 +114,8 @@ fn object(name: &str) -> RamObject {
     RamObject { name: format!("ram://{name}"), ..RamObject::default() }
 }
 
-/// Some bytes, which differ where parts may be exchanged: their period divides no part.
 fn bytes(len: u64) -> Vec<u8> {
-    let period: Vec<u8> = (0..4099u32).map(|at| (at ^ (at >> 8)) as u8).collect();
-    let mut bytes = period.repeat(len as usize / period.len() + 1);
-    bytes.truncate(len as usize);
-    bytes
+    crate::test_bytes::pattern(len as usize, 0)
 }
 
 /// Writes bytes after the head in pieces, on several threads, and the head last.
