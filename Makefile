@@ -171,9 +171,10 @@ trust: $(STAMPS)/built $(STAMPS)/test
 
 lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --all --check
+	clippy-driver --version
 	@# Cargo repeats the warnings of what it has compiled before.
-	$(LINTED) build $(ALL_CRATES) --all-targets 2>$(STAMPS)/clippy; done=$$?; cat $(STAMPS)/clippy >&2; \
-	  [ $$done = 0 ] && ! grep --quiet 'generated [0-9]* warning' $(STAMPS)/clippy
+	$(LINTED) build $(ALL_CRATES) --all-targets 2>$(STAMPS)/clippy.log; ended=$$?; cat $(STAMPS)/clippy.log >&2; \
+	  [ $$ended = 0 ] && ! grep --quiet 'generated [0-9]* warning' $(STAMPS)/clippy.log
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -77,7 +77,7 @@ pub mod format;
 pub mod stats;
 mod sys;
 #[cfg(test)]
-mod test_bytes;
+mod tests;
 
 // Internals of the torch operators and the Python module, without any promise of stability.
 #[doc(hidden)]

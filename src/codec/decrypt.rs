@@ -210,7 +210,7 @@ mod tests {
             damage in proptest::option::of(any::<usize>()),
             wraps in any::<bool>(),
         ) {
-            let data = crate::test_bytes::pattern(len, len);
+            let data = crate::tests::pattern(len, len);
             let piece_len = if single { stated } else { PIECE_LEN };
             let cut = if single { data.len() } else { PIECE_LEN as usize };
             let outcome = decrypted(&data, (piece_len, single), (backwards, damage), (cut, wraps));

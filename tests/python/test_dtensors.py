@@ -189,7 +189,7 @@ def folder(tmp_path_factory):
 
 def test_every_placement_from_every_format(ranks, folder):
     counts = ranks.run("dtensors.every_placement", 4, folder, FORMATS)
-    assert counts[0][0] > 80 and min(counts[0]) > 40
+    assert min(counts[0]) > 80
     assert counts == [counts[0]] * 4
 
 
@@ -272,7 +272,7 @@ def models(tmp_path_factory):
 def test_modules(ranks, models):
     """FSDP2, with replicas, tensor parallelism, and both; then the model is used."""
     endings = ["tensors", "safetensors", "pt"]
-    assert ranks.run("modules.load", 4, models, endings) == [[10, 5, 5]] * 4
+    assert ranks.run("modules.load", 4, models, endings) == [[20, 5, 5]] * 4
 
 
 @pytest.mark.parametrize(

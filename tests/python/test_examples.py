@@ -17,7 +17,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT, assert_same
-from processes import run_python, start_python
+from processes import SCRIPT, run_python, start_python
 from servers import free_port
 from tensorizer import CryptographyError, DecryptionParams, HashMismatchError, TensorDeserializer
 
@@ -41,18 +41,9 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
-#: Code that runs an example as if it had been started.
-PROGRAM = """
-import runpy, sys, torch
-torch.set_num_threads(1)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def start(name, *args, cwd):
     """Run an example in a process of its own; return what it prints."""
-    done = run_python(PROGRAM, EXAMPLES / name, *args, cwd=cwd)
+    done = run_python(SCRIPT, EXAMPLES / name, *args, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -283,7 +274,7 @@ def test_the_exporter_for_prometheus(tmp_path):
     tensorizer.save({"weight": torch.ones(1000, 1000)}, path)
     port = free_port()
     with start_python(
-        PROGRAM, EXAMPLES / "metrics.py", port, path, stdin=subprocess.PIPE, text=False
+        SCRIPT, EXAMPLES / "metrics.py", port, path, stdin=subprocess.PIPE, text=False
     ) as server:
         for _ in range(300):
             with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ def test_every_format(ranks, folder):
 
 
 def test_ranks_may_request_different_tensors(ranks, folder):
-    ranks.run("groups.other_wants", 4, folder, FORMATS)
+    ranks.run("wants.other", 4, folder, FORMATS)
 
 
 @pytest.mark.parametrize(

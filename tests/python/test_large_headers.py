@@ -15,11 +15,11 @@ from tensorizer_cli.main import main
 
 ops = torch.ops.tensorizer
 
-#: Five MiB in one value, and in many.
+#: Ten MiB in one value, and in many.
 LARGE = {
-    "one value": {"notes": "ü" * (5 << 19)},
-    "one key": {"n" * (5 << 20): "value"},
-    "many": {f"key {number}": f"{number:01000}" for number in range(5_200)},
+    "one value": {"notes": "ü" * (5 << 20)},
+    "one key": {"n" * (10 << 20): "value"},
+    "many": {f"key {number}": f"{number:01000}" for number in range(10_400)},
 }
 FEW = {"weight": torch.arange(12.0).view(3, 4), "bias": torch.ones(3, dtype=torch.bfloat16)}
 
@@ -29,7 +29,7 @@ def saved(tmp_path_factory):
     """Return the folder of a file of each kind and each metadata."""
     folder = tmp_path_factory.mktemp("metadata")
     for name, metadata in LARGE.items():
-        assert sum(len((key + value).encode()) for key, value in metadata.items()) > 5e6
+        assert sum(len((key + value).encode()) for key, value in metadata.items()) > 10e6
         tensorizer.save(FEW, folder / f"{name}.tensors", metadata=metadata)
         tensorizer.save(FEW, folder / f"{name}.safetensors", metadata=metadata)
         theirs.save_file(FEW, folder / f"{name}.theirs.safetensors", metadata)

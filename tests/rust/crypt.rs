@@ -92,10 +92,8 @@ fn encrypted_tensors_round_trip_with_keys_and_passphrases() {
                 }
             }
             let raw = std::fs::read(&path).unwrap();
-            // It comes every 256 bytes in those of its tensor, which are longer than a step here.
             let needle = &tensors()[6].1[..64];
-            let mut windows = raw.chunks(4096).flat_map(|step| step.windows(64).take(256));
-            assert!(!windows.any(|window| window == needle), "plain bytes in the file");
+            assert!(!raw.windows(64).any(|window| window == needle), "plain bytes in the file");
             let refused =
                 load(&TensorFile::open(&path).unwrap(), &[1], &LoadOptions::default(), &Never);
             assert!(matches!(refused, Err(Error::Crypt(_))));

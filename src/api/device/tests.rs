@@ -24,7 +24,7 @@ use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
-use crate::test_bytes::pattern;
+use crate::tests::pattern;
 
 /// A random number generator (xorshift64), the same as that of the fake device.
 struct Random(u64);

@@ -72,7 +72,7 @@ fn tensors(lens: &[usize], hashes: Hashes) -> TestTensors {
         meta: false,
     });
     let layout = place_tensors(placed.collect(), 0, 64, hashes, None).unwrap();
-    let data = lens.iter().enumerate().map(|(n, &len)| crate::test_bytes::pattern(len, n));
+    let data = lens.iter().enumerate().map(|(n, &len)| crate::tests::pattern(len, n));
     TestTensors { entries: layout.entries, end: layout.end, data: data.collect() }
 }
 

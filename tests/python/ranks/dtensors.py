@@ -62,46 +62,36 @@ def meshes():
     return init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
 
 
-def every_layout(tensor, chosen):
-    """Return DTensors like a tensor on two meshes, in a slice of the ways in which it can lie."""
+def every_layout(tensor):
+    """Yield DTensors like a tensor on two meshes, in each way in which it can lie."""
     line, square = meshes()
     dims = range(tensor.dim())
-    ways = [(line, placements) for placements in [*((Shard(dim),) for dim in dims), (Replicate(),)]]
+    for placements in [*((Shard(dim),) for dim in dims), (Replicate(),)]:
+        yield placed(tensor, line, placements)
     ends = {Replicate(), *(Shard(dim) for dim in (0, tensor.dim() - 1) if tensor.dim())}
-    ways += [(square, both) for both in itertools.product(sorted(ends, key=str), repeat=2)]
+    for placements in itertools.product(sorted(ends, key=str), repeat=2):
+        yield placed(tensor, square, placements)
     for factor in (2, 3) if tensor.dim() else ():
-        ways.append((square, (_StridedShard(0, split_factor=factor), Replicate())))
-    return [lying(tensor, *way) for way in ways[chosen]]
-
-
-def lying(tensor, mesh, placements):
-    """Return a DTensor like a tensor."""
-    strided = placements[0]
-    if not isinstance(strided, _StridedShard):
-        return placed(tensor, mesh, placements)
-    local = strided._split_tensor(tensor, 2, with_padding=False)[0]
-    return DTensor.from_local(
-        local[mesh.get_coordinate()[0]],
-        mesh,
-        placements,
-        shape=tensor.shape,
-        stride=tensor.contiguous().stride(),
-    )
+        strided = _StridedShard(0, split_factor=factor)
+        local = strided._split_tensor(tensor, 2, with_padding=False)[0]
+        yield DTensor.from_local(
+            local[square.get_coordinate()[0]],
+            square,
+            [strided, Replicate()],
+            shape=tensor.shape,
+            stride=tensor.contiguous().stride(),
+        )
 
 
 def every_placement(folder, kinds):
-    """Load like and into DTensors of every layout; return how many.
-
-    Those are all layouts from the first format, and every second one from the others.
-    """
+    """Load like and into DTensors of every layout; return how many."""
     with group():
-        return [_every_placement(folder, kind, at) for at, kind in enumerate(kinds)]
+        return [_every_placement(folder, kind) for kind in kinds]
 
 
-def _every_placement(folder, kind, at):
+def _every_placement(folder, kind):
     uri, options, made = of_format(folder, kind)
-    chosen = slice(at % 2, None, 2 if at else 1)
-    left = {name: every_layout(tensor.contiguous(), chosen) for name, tensor in made.items()}
+    left = {name: list(every_layout(tensor.contiguous())) for name, tensor in made.items()}
     count = sum(map(len, left.values()))
     # One load for a layout of each tensor, as a model has them.
     while left := {name: likes for name, likes in left.items() if likes}:

@@ -55,9 +55,9 @@ def after_a_forward_pass(folder):
     """Loads reach the parameters that stay, of the whole model and of each part of it."""
     with group():
         for turn, reshard in enumerate((True, False, 2)):
-            # All settings, parts and ways come, but not each with each other.
-            for number, at in list(enumerate(("", "0", "0.1", "1")))[turn % 2 :: 2]:
-                what = (reshard, way := WAYS[(turn + number // 2) % 3], at)
+            # Each part comes in each way, and with each setting.
+            for number, at in enumerate(("", "0", "0.1", "1")):
+                what = (reshard, way := WAYS[(turn + number) % 3], at)
                 model, whole = used(whole_of(1), reshard), whole_of(1)
                 part = whole_of(2).get_submodule(at)
                 path = saved(folder, part, "part")

@@ -46,13 +46,12 @@ def write(folder):
 def load(folder, endings):
     """Load models of every kind, on meta and not, lazily and not; return how many of each format.
 
-    Those of the first format in two opposite ways of each kind, and of the others in one.
+    Those of the first format in all ways, and of the others in one way of each kind.
     """
     done = []
     whole, numbers = whole_net(), torch.arange(11)
     ways = list(itertools.product((False, True), repeat=2))
-    pairs = [(ways[0], ways[3]), (ways[1], ways[2])]
-    cases = [(kind, *way, endings[0]) for n, kind in enumerate(KINDS) for way in pairs[n % 2]]
+    cases = [(kind, *way, endings[0]) for kind in KINDS for way in ways]
     for at, ending in enumerate(endings[1:]):
         cases += [(kind, *ways[(at + n) % 4], ending) for n, kind in enumerate(KINDS)]
     with group(), torch.no_grad():

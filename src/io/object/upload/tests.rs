@@ -115,7 +115,7 @@ fn object(name: &str) -> RamObject {
 }
 
 fn bytes(len: u64) -> Vec<u8> {
-    crate::test_bytes::pattern(len as usize, 0)
+    crate::tests::pattern(len as usize, 0)
 }
 
 /// Writes bytes after the head in pieces, on several threads, and the head last.

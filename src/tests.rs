@@ -1,4 +1,4 @@
-//! Bytes for the tensors of tests.
+//! What tests of several modules share.
 
 /// Bytes that differ by seed, and that begin again where no buffer and no batch does.
 pub fn pattern(len: usize, seed: usize) -> Vec<u8> {
