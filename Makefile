@@ -96,22 +96,27 @@ test-frameworks: $(STAMPS)/built $(STAMPS)/test
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --no-deps --requirement tests/packaging/frameworks.txt
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
-# Tests and lints share what is compiled with the libraries.
+# Clippy compiles our crates as rustc does: what is linted and tested is compiled once, over the
+# libraries of the build. Without clippy the tests are compiled by rustc.
 CHECKED = --release --config tests/rust/checked.toml
+ALL_CRATES = $(CHECKED) --workspace --features tensorizer/fuzzing
+LINTED = PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 \
+  RUSTC_WORKSPACE_WRAPPER=$(shell clippy-driver --version >/dev/null 2>&1 && echo clippy-driver) $(CARGO)
 
 # Every crate with all its features. The core must know neither torch nor Python, and without its
 # features no network and no device.
 KNOWN_BY_CORE = cargo tree --package tensorizer --edges normal --prefix none
 test-rust: $(STAMPS)/torch
-	$(CARGO) test $(CHECKED) --workspace --features tensorizer/fuzzing
+	$(LINTED) test $(ALL_CRATES)
 	@if $(KNOWN_BY_CORE) | grep -E '^(cxx|pyo3|tch|torch-sys) '; \
 	  then echo "the core depends on the above"; exit 1; fi
 	@if $(KNOWN_BY_CORE) --no-default-features | grep -E '^(tokio|hyper|reqwest|aws-[a-z-]+|redis|cudarc) '; \
 	  then echo "the core alone depends on the above"; exit 1; fi
 
-# The core without features, a moment of those campaigns of `trust` that are of Rust alone, and tch,
-# whose C++ compiles as long as all else that lint needs.
+# The core without features, a moment of those campaigns of `trust` that are of Rust alone, tch, whose
+# C++ compiles as long as all else that lint needs, and rustdoc, for which Cargo checks every library.
 test-rust-long: $(STAMPS)/torch
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --workspace --no-deps
 	$(SAY_TCH)
 	$(if $(TCH),$(CARGO) clippy $(CHECKED) --all-targets $(TCH) -- -D warnings)
 	$(if $(TCH),RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --no-deps $(TCH))
@@ -166,9 +171,10 @@ trust: $(STAMPS)/built $(STAMPS)/test
 
 lint: $(STAMPS)/built $(STAMPS)/lint
 	cargo fmt --all --check
-	$(CARGO) clippy $(CHECKED) --workspace --all-targets --features tensorizer/fuzzing -- -D warnings
-	cargo check --quiet $(CHECKED) --workspace --tests --features tensorizer/fuzzing,tensorizer/models
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CHECKED) --workspace --no-deps
+	clippy-driver --version
+	@# Cargo repeats the warnings of what it has compiled before.
+	$(LINTED) build $(ALL_CRATES) --all-targets 2>$(STAMPS)/clippy.log; ended=$$?; cat $(STAMPS)/clippy.log >&2; \
+	  [ $$ended = 0 ] && ! grep --quiet 'generated [0-9]* warning' $(STAMPS)/clippy.log
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

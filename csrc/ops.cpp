@@ -5,8 +5,9 @@
 // Without CONSERVATIVE alias analysis, TorchScript deletes saves and merges repeated loads.
 #include "ops.h"
 
-#include <ATen/ATen.h>
 #include <ATen/core/PythonFallbackKernel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>

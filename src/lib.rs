@@ -76,6 +76,8 @@ mod fallible;
 pub mod format;
 pub mod stats;
 mod sys;
+#[cfg(test)]
+mod tests;
 
 // Internals of the torch operators and the Python module, without any promise of stability.
 #[doc(hidden)]

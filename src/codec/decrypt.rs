@@ -210,7 +210,7 @@ mod tests {
             damage in proptest::option::of(any::<usize>()),
             wraps in any::<bool>(),
         ) {
-            let data: Vec<u8> = (0..len).map(|i| (i * 31 + len) as u8).collect();
+            let data = crate::tests::pattern(len, len);
             let piece_len = if single { stated } else { PIECE_LEN };
             let cut = if single { data.len() } else { PIECE_LEN as usize };
             let outcome = decrypted(&data, (piece_len, single), (backwards, damage), (cut, wraps));

@@ -156,6 +156,8 @@ impl ConcurrencyController {
 #[cfg(test)]
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -192,8 +194,9 @@ mod tests {
 
     /// Returns the most frequent number.
     fn most_frequent(counts: &[usize]) -> usize {
-        let count = |number| counts.iter().filter(|&&other| other == number).count();
-        counts.iter().copied().max_by_key(|&number| count(number)).unwrap_or(0)
+        let mut times = BTreeMap::new();
+        counts.iter().for_each(|&number| *times.entry(number).or_insert(0) += 1);
+        times.into_iter().max_by_key(|&(_, times)| times).map_or(0, |(number, _)| number)
     }
 
     #[test]

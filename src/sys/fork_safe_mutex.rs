@@ -197,6 +197,8 @@ mod tests {
     #[test]
     fn a_forked_child_can_take_the_lock() {
         static LOCK: ForkSafeMutex<u64> = ForkSafeMutex::new(0);
+        // As while a library is loaded: a fork during the first lock would not be seen.
+        install_fork_handlers();
         assert_eq!(deadlocked_children(&LOCK, 60), 0);
     }
 

@@ -154,7 +154,7 @@ def test_large_tensors_are_verified_in_little_memory(tmp_path):
     for number, tensor in enumerate(tensors.values()):
         assert bool((tensor.cpu() == number).all()), number
     """
-    for readers in ("2", "4", "8"):
+    for readers in ("2", "8"):
         little = {"TENSORIZER_PINNED_MB": "16", "TENSORIZER_NUM_READERS": readers}
         loaded = emulated.run(code, tmp_path / "f", **little)
         assert loaded.returncode == 0, loaded.stderr
@@ -179,7 +179,8 @@ print(json.dumps({
 
 
 def reserved(path, fault="", **settings):
-    loaded = emulated.run(RESERVED, path, fault, FAKE_CUDA_POISON="0", **settings)
+    fast = {"FAKE_CUDA_POISON": "0", "FAKE_CUDA_CHECK_SOURCE": "0"}
+    loaded = emulated.run(RESERVED, path, fault, **fast, **settings)
     assert loaded.returncode == 0, loaded.stderr
     found = json.loads(loaded.stdout)
     assert found["right"]

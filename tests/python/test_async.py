@@ -146,6 +146,7 @@ def test_a_failed_save_whose_exception_was_asked_for_fails_no_process(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.host
 def test_waiting_in_a_forked_child_for_a_save_of_its_parent_raises(tmp_path):
     code = """
 import asyncio, concurrent.futures, io, os, sys, threading, tensorizer, torch

@@ -1,10 +1,8 @@
 """The harness of the benchmarks finds wrong bytes, whatever an engine returns."""
 
-import subprocess
-import sys
-
 import pytest
 from conftest import ROOT
+from processes import SCRIPT, run_python
 
 #: Runs an engine in this process, which it changes, and prints whether the bytes were right.
 PROGRAM = """
@@ -46,14 +44,12 @@ print("done")
 
 
 def test_wrong_bytes_are_found(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, ROOT / "benchmarks", tmp_path]
-    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    ended = run_python(PROGRAM, ROOT / "benchmarks", tmp_path)
     assert ended.stdout == "done\n", ended.stderr
 
 
 def run(*options):
-    command = [sys.executable, str(ROOT / "benchmarks/run.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_python(SCRIPT, ROOT / "benchmarks/run.py", *options)
 
 
 @pytest.mark.parametrize("pattern", ["tensors/http", "formats/*", "device/*"])
@@ -111,7 +107,6 @@ print(not child.exists() or child.read_text().split()[2] == "Z")
 
 
 def test_what_is_late_or_fails_is_ended_with_all_its_processes(tmp_path):
-    command = [sys.executable, "-c", ENDED, str(ROOT / "benchmarks"), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    ended = run_python(ENDED, ROOT / "benchmarks", tmp_path, timeout=50)
     lines = ["no result in time", "ValueError: of rank 1", "True"]
     assert ended.stdout.splitlines() == lines, ended.stderr

@@ -20,7 +20,7 @@ from tensorizer.stream_io import open_stream
 ops = torch.ops.tensorizer
 
 SEED = torch.Generator().manual_seed(5)  # random bytes may by chance have the name of a secret
-TENSORS = {"big": torch.randn(5, 1000, 1000, generator=SEED), "small": torch.arange(10)}
+TENSORS = {"big": torch.randn(6, 500, 1000, generator=SEED), "small": torch.arange(10)}
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.device
 KEY = bytes(range(32))
 MIN = {"opslimit": EncryptionParams.OpsLimit.MIN, "memlimit": EncryptionParams.MemLimit.MIN}
 TENSORS = {
-    "big": torch.randn(5, 1000, 1000),
+    "big": torch.randn(3, 1000, 1000),
     "exact": torch.arange(2 << 20, dtype=torch.uint8),
     **{f"small.{i}": torch.full((i % 7 + 1, 3), float(i)) for i in range(60)},
     "turned": torch.randn(700, 900).T,

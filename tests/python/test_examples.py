@@ -17,6 +17,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT, assert_same
+from processes import SCRIPT, run_python, start_python
 from servers import free_port
 from tensorizer import CryptographyError, DecryptionParams, HashMismatchError, TensorDeserializer
 
@@ -42,14 +43,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 def start(name, *args, cwd):
     """Run an example in a process of its own; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = run_python(SCRIPT, EXAMPLES / name, *args, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -279,8 +273,9 @@ def test_the_exporter_for_prometheus(tmp_path):
     path = tmp_path / "f.tensors"
     tensorizer.save({"weight": torch.ones(1000, 1000)}, path)
     port = free_port()
-    command = [sys.executable, EXAMPLES / "metrics.py", str(port), path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
+    with start_python(
+        SCRIPT, EXAMPLES / "metrics.py", port, path, stdin=subprocess.PIPE, text=False
+    ) as server:
         for _ in range(300):
             with contextlib.suppress(OSError):
                 text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()

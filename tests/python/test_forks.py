@@ -266,8 +266,8 @@ if __name__ == "__main__":
     serializer = TensorSerializer(path + ".parent")
     serializer.write_state_dict(tensorizer.load(path))
     context = multiprocessing.get_context(method)
-    # A worker of spawn takes long to import torch.
-    count = 1 if method == "spawn" else 2
+    # A worker that is not forked from this process takes long to start.
+    count = 2 if method == "fork" else 1
     if method == "forkserver":
         context.set_forkserver_preload(["tensorizer"])
     if method != "spawn":

@@ -190,6 +190,7 @@ for path in sorted(folder.glob("bad_*")):
 """
 
 
+@pytest.mark.host
 def test_damaged_files_take_little_memory(tmp_path, unpack):
     """With a limit of 128 MiB on new memory, threads' stacks included, nothing runs out of it."""
     for file in golden_files("corrupt"):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import boto3
 import botocore.exceptions
+import botocore.loaders
+import botocore.session
 import pytest
 import requests
 import tensorizer
@@ -23,6 +25,8 @@ from tensorizer.stream_io import open_stream
 TENSORS = {"a": torch.arange(1000), "b": torch.ones(3)}
 ADDRESS = "s3://bucket/guests.tensors"
 KEYS = {"AWS_ACCESS_KEY_ID": "key-of-variables", "AWS_SECRET_ACCESS_KEY": "secret-hu5hw0rd"}
+#: The models of boto3, which takes longer to read them than for a request.
+MODELS = botocore.loaders.create_loader()
 HTTPS_HINT = "certificate_handling=CAInfo(cacert=...) or REQUESTS_CA_BUNDLE"
 S3_HINT = "certificate_handling=CAInfo(cacert=...) or AWS_CA_BUNDLE"
 
@@ -108,7 +112,10 @@ def requests_get(url):
 def boto3_get():
     """Read the object by boto3 with the settings of the environment."""
     options = Config(retries={"total_max_attempts": 1})
-    client = boto3.session.Session().client("s3", config=options, region_name="us-east-1")
+    settings = botocore.session.get_session()
+    settings.register_component("data_loader", MODELS)
+    session = boto3.session.Session(botocore_session=settings)
+    client = session.client("s3", config=options, region_name="us-east-1")
     with contextlib.closing(client):
         answer = client.get_object(Bucket="bucket", Key="guests.tensors")
         assert answer["Body"].read().startswith(b"|TZR|")

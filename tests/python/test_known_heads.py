@@ -145,11 +145,16 @@ def test_only_ranges_of_data_are_read(nginx, root):
     )
 
 
-@pytest.fixture
-def bucket(s3, root, monkeypatch):
-    client = s3.client()
+@pytest.fixture(scope="module")
+def objects(moto, root):
+    """Objects of the files, in the bucket of S3."""
+    client = moto.client()
     for path in [root / "f.tensors", *(root / "model").iterdir()]:
         client.upload_file(str(path), "bucket", str(path.relative_to(root)))
+
+
+@pytest.fixture
+def bucket(s3, objects, monkeypatch):
     with Relay(s3.host) as relay:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
         yield relay

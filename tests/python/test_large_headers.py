@@ -118,7 +118,7 @@ class Many:
 @pytest.fixture(scope="module")
 def many():
     """The model; `make test-long` has one of 200,000 tensors."""
-    return Many(int(os.environ.get("TENSORS_OF_TESTS", "5000")))
+    return Many(int(os.environ.get("TENSORS_OF_TESTS", "2000")))
 
 
 @pytest.fixture(scope="module")

@@ -185,6 +185,7 @@ assert torch.equal(other.weight, module.weight)
 """
 
 
+@pytest.mark.host
 def test_loaded_tensors_can_be_saved_over_their_own_file(tmp_path):
     """Opened for writing, and so truncated, as callers of the old package do."""
     done = run_python(SAVED_OVER, tmp_path / "f")

@@ -73,6 +73,7 @@ def nginx(tmp_path_factory):
     tensorizer.save(rows, server.root / "gaps")
     whole = {f"t{n}": torch.full((4 * MIB,), n, dtype=torch.uint8) for n in range(WHOLE)}
     tensorizer.save(whole, server.root / "whole")
+    tensorizer.save(dict(list(whole.items())[:4]), server.root / "few")
     yield server
     server.stop()
 
@@ -357,7 +358,7 @@ def test_commands_state_their_minimum_memory_limit(  # noqa: PLR0917
     nginx, tmp_path, store, monkeypatch, capsys, command
 ):
     store.use(monkeypatch)
-    path, (name, *more) = str(nginx.root / "whole"), command.split()
+    path, (name, *more) = str(nginx.root / "few"), command.split()
     others = {"s3": "s3://bucket/least", "safetensors": str(tmp_path / "copy.safetensors")}
     target = path if name == "diff" else others.get(more[0] if more else "", str(tmp_path / "copy"))
     options = ["--verify"] if "--verify" in more else []

@@ -15,7 +15,7 @@ from tensorizer import DamagedFileError, TensorDeserializer
 from tensorizer_cli.main import main
 
 MB = 1 << 20
-TENSORS = {f"t{n}": torch.rand(MB // 2 + n) for n in range(12)}
+TENSORS = {f"t{n}": torch.rand(MB // 4 + n) for n in range(12)}
 OTHER = "0" * 64
 
 

@@ -21,7 +21,7 @@ from tensorizer.stream_io import open_stream
 TENSORS = {
     "first": torch.randn(900, 1000),
     **{f"small.{i}": torch.full((i % 7, 3), float(i)) for i in range(300)},
-    "big": torch.randn(3, 1000, 1000),
+    "big": torch.randn(2, 1000, 1000),
     "half": torch.randn(40, 1000).to(torch.bfloat16),
     "scalar": torch.tensor(5),
     "meta": torch.zeros(3, 2, device="meta"),
@@ -155,7 +155,7 @@ class TestEverySource:
         with self.open() as source:
             check(tensorizer.load(source, "cpu", verify_hash=True))
 
-    @pytest.mark.parametrize("readers", [1, 2, 7])
+    @pytest.mark.parametrize("readers", [1, 7])
     def test_readers(self, readers):
         with self.open() as source:
             if readers > 1 and self.kind in (*ONE_PASS, "memory"):
@@ -171,8 +171,10 @@ class TestEverySource:
             check(dict(loaded.items()), chosen)
 
     def test_lazily_and_backwards(self):
+        # Each is a request of its own: a tenth of the small ones will do.
+        some = [name for name in TENSORS if not name.startswith("small") or name.endswith("0")]
         with self.open() as source, TensorDeserializer(source, "cpu", lazy_load=True) as loaded:
-            for name in reversed(list(TENSORS)):
+            for name in reversed(some):
                 assert_same(loaded[name].detach(), WANTED[name])
 
     def test_into_a_module(self, tmp_path):
@@ -198,7 +200,10 @@ class TestEverySource:
         if length > 100:
             assert isinstance(raised.value, OSError)  # a TruncatedError, or what is missing
 
-    def test_an_empty_source_is_refused(self):
+    def test_an_empty_source_is_refused(self, monkeypatch):
+        if self.kind == "gs":
+            # Its server closes the connection after it has answered that there is no such range.
+            monkeypatch.delenv("TENSORIZER_ATTEMPTS")
         if self.kind == "redis":
             with self.open(b"") as source, pytest.raises(FileNotFoundError):
                 tensorizer.load(source, "cpu")

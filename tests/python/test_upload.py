@@ -354,11 +354,12 @@ def test_helpers(client, tmp_path, moto, key):
         s3_upload(tmp_path / "nothing", f"s3://bucket/{key}", "key", "secret-hu5hw0rd", endpoint)
 
 
-@pytest.mark.parametrize(("mib", "least", "writers"), [(None, 16, 16), (24, 2, 3)])
+@pytest.mark.parametrize(("mib", "least", "writers"), [(None, 12, 16), (24, 1, 3)])
 def test_connections_and_memory(monkeypatch, mib, least, writers):
     """So many parts are sent at once, and no more than there is memory for.
 
-    The part with the header of a tensor waits for its hash, so that one less may be sent.
+    Fewer than the most, as parts that have memory may wait for others: one with the header of a
+    tensor for the tensor's hash, and one with a part of a chunk for the memory of the rest.
     """
     if mib is not None:
         monkeypatch.setenv("TENSORIZER_UPLOAD_MB", str(mib))

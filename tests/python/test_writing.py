@@ -385,6 +385,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.host
 def test_a_file_that_may_not_grow(tmp_path):
     """The same path as a full disk, without needing one."""
     path = tmp_path / "f"
@@ -395,6 +396,7 @@ def test_a_file_that_may_not_grow(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.host
 @pytest.mark.skipif(
     os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small disk needs root"
 )

@@ -347,7 +347,7 @@ fn changed_bytes_never_load_as_wrong_data() {
         let body = file.entries()[0].header_offset as usize;
         let mut accepted = 0;
         for at in (0..73 + used).chain(body..sound.len() - 8) {
-            for change in [0x01, 0x80, 0xff] {
+            for change in [0x01, 0xff] {
                 let mut bytes = sound.clone();
                 bytes[at] ^= change;
                 let Ok(changed) = open(bytes, 0, name) else { continue };
@@ -364,7 +364,7 @@ fn changed_bytes_never_load_as_wrong_data() {
             }
         }
         // Some bytes mean nothing: totals, unused fields, the version where nothing needs it.
-        assert!(accepted < 150, "{name}: {accepted}");
+        assert!(accepted < 100, "{name}: {accepted}");
     }
 }
 

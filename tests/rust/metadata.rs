@@ -1,6 +1,6 @@
 //! Metadata of `.tensors` files.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use proptest::prelude::*;
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
@@ -184,21 +184,27 @@ fn slices_share_the_metadata_of_their_file() {
     assert_eq!(of(&sliced), of(&file));
 }
 
+/// The bytes of a file of one tensor, with room in the index for more.
+fn with_room() -> Vec<u8> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.tensors");
+    let one = SaveTensor::new("t", &[3], &[1u8, 2, 3]).unwrap();
+    let sink = FileSink::create(&path).unwrap();
+    let mut writer = Writer::new(Box::new(sink), 0, SaveOptions::default()).unwrap();
+    writer.write(vec![one], &Never).unwrap();
+    writer.finish(&Never).unwrap();
+    std::fs::read(&path).unwrap()
+}
+
+static WITH_ROOM: LazyLock<Vec<u8>> = LazyLock::new(with_room);
+
 proptest! {
     #[test]
     fn tensors_load_with_any_bytes_after_the_index(
         bytes in proptest::collection::vec(any::<u8>(), 1..100),
         magic in proptest::option::of(0usize..3),
     ) {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("f.tensors");
-        let one = SaveTensor::new("t", &[3], &[1u8, 2, 3]).unwrap();
-        // One that leaves room in the index for more tensors.
-        let sink = FileSink::create(&path).unwrap();
-        let mut writer = Writer::new(Box::new(sink), 0, SaveOptions::default()).unwrap();
-        writer.write(vec![one], &Never).unwrap();
-        writer.finish(&Never).unwrap();
-        let mut file = std::fs::read(&path).unwrap();
+        let mut file = WITH_ROOM.clone();
         let end = 73 + (256 << 10);
         file[end - bytes.len()..end].copy_from_slice(&bytes);
         if let Some(which) = magic {

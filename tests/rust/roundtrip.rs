@@ -145,7 +145,7 @@ proptest! {
     #[test]
     fn saved_tensors_load_with_the_same_bytes(
         lens in prop::collection::vec(
-            prop_oneof![0usize..200, 1000usize..100_000, (1usize << 20)-3..(1 << 20)+3, Just(5_000_001)], 1..12),
+            prop_oneof![4 => 0usize..200, 4 => 1000usize..100_000, 4 => (1usize << 20)-3..(1 << 20)+3, 1 => Just(5_000_001)], 1..12),
         alignment in prop_oneof![Just(1u64), Just(64), Just(4096)],
         calls in 1usize..4,
     ) {
@@ -332,7 +332,7 @@ fn false_index_length_of_a_pipe_allocates_no_memory() {
 fn cancellation_ends_a_load_and_a_save() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
-    let data = pattern(400_000_000, 3);
+    let data = pattern(100_000_000, 3);
     let interrupt = || Err(Error::Cancelled);
     let one = || vec![tensor("a", &data)];
     let options = SaveOptions { threads: Some(1), ..SaveOptions::default() };

@@ -29,7 +29,7 @@ use crate::memory_limit::MemoryLimit;
 const LENS: [usize; 9] = [700_000, 0, 1, 3_000_000, 64, 90_000, 2_100_000, 4096, 1_200_000];
 
 fn tensor(number: usize) -> Vec<u8> {
-    (0..LENS[number]).map(|at| (at * 31 + at / 255 + number * 7) as u8).collect()
+    crate::tests::pattern(LENS[number], number)
 }
 
 fn saved(folder: &Path, options: SaveOptions) -> PathBuf {

@@ -103,8 +103,7 @@ fn max_open() -> u64 {
 mod tests {
     use super::*;
 
-    fn shard(path: &Path, bytes: &[u8]) -> Shard {
-        std::fs::write(path, bytes).unwrap();
+    fn shard(path: &Path) -> Shard {
         let file = File::open(path).unwrap();
         let stamp = FileStamp::of(&file.metadata().unwrap());
         Shard::new(path, file, stamp)
@@ -119,7 +118,8 @@ mod tests {
     fn a_closed_shard_is_reopened_if_it_is_the_same_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("one");
-        let one = shard(&path, b"some bytes");
+        std::fs::write(&path, b"some bytes").unwrap();
+        let one = shard(&path);
         let first = one.file("one").unwrap();
         assert!(Arc::ptr_eq(&first, &one.file("one").unwrap()));
         close(&one);
@@ -137,8 +137,9 @@ mod tests {
     fn open_descriptors_are_limited() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("one");
+        std::fs::write(&path, b"bytes").unwrap();
         let count = usize::try_from(max_open().min(2000)).unwrap() + 3;
-        let shards: Vec<Shard> = (0..count).map(|_| shard(&path, b"bytes")).collect();
+        let shards: Vec<Shard> = (0..count).map(|_| shard(&path)).collect();
         assert!(OPEN_FILES.lock().files.len() as u64 <= max_open());
         drop(shards);
     }

@@ -72,7 +72,7 @@ fn input(corpus: &[Vec<u8>], chance: &mut Chance) -> Vec<u8> {
 }
 
 /// Tries inputs of a target until it is time, and prints how many; true if none panics.
-pub fn run(target: &Target, seconds: u64, seed: u64, folder: &Path) -> bool {
+pub fn run(target: &Target, time: Duration, seed: u64, folder: &Path) -> bool {
     let &(name, work) = target;
     let files = std::fs::read_dir(folder.join(name)).into_iter().flatten().flatten();
     let mut corpus: Vec<Vec<u8>> =
@@ -81,7 +81,7 @@ pub fn run(target: &Target, seconds: u64, seed: u64, folder: &Path) -> bool {
     let mut chance = Chance(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let (begun, mut count) = (Instant::now(), 0u64);
     let mut sound = true;
-    while begun.elapsed() < Duration::from_secs(seconds) && sound {
+    while begun.elapsed() < time && sound {
         for _ in 0..64 {
             let bytes = input(&corpus, &mut chance);
             count += 1;

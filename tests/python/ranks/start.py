@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import connection
 
 from processes import FOLDER, start_python
 from servers import free_port
@@ -86,13 +87,14 @@ def wait(ranks, timeout):
     end = time.monotonic() + timeout
     stopped, late = set(), False
     while left := [rank for rank in ranks if rank.poll() is None]:
+        if connection.wait([rank.fork.sentinel for rank in left], 0.1):
+            continue
         late = late or time.monotonic() > end
         stopped |= {rank for rank in left if rank.stopped}
         if late or stopped.issuperset(left):
             for rank in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)
-        time.sleep(0.01)
     return stopped, late
 
 

@@ -68,8 +68,8 @@ struct SavedSlices {
 fn saved(key: Option<Key>) -> SavedSlices {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
-    let bytes = |[rows, columns]: [u64; 2]| (0..rows * columns).map(|i| (i * 31 + i / 251) as u8);
-    let tensors: Vec<Vec<u8>> = SHAPES.iter().map(|&shape| bytes(shape).collect()).collect();
+    let bytes = |[rows, columns]: [u64; 2]| pattern((rows * columns) as usize, 0);
+    let tensors: Vec<Vec<u8>> = SHAPES.map(bytes).into();
     let encryption = key
         .clone()
         .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
@@ -105,7 +105,7 @@ impl SavedSlices {
             let at = |column: u64| (row * width + column) as usize;
             &self.tensors[*number][at(columns.start)..at(columns.end)]
         });
-        rows.flatten().copied().collect()
+        rows.collect::<Vec<_>>().concat()
     }
 }
 

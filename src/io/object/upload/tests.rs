@@ -90,8 +90,8 @@ impl UploadProtocol for RamObject {
     fn complete(&self, _: &str, parts: &[SentPart], len: u64, _: &dyn Cancel) -> Result<()> {
         self.check(Stage::Complete)?;
         let mut state = self.state();
-        let object: Vec<u8> =
-            parts.iter().flat_map(|part| state.parts[&part.number].clone()).collect();
+        let object: Vec<&[u8]> = parts.iter().map(|part| &*state.parts[&part.number]).collect();
+        let object = object.concat();
         assert_eq!(object.len() as u64, len);
         state.object = Some(object);
         Ok(())
@@ -114,12 +114,8 @@ fn object(name: &str) -> RamObject {
     RamObject { name: format!("ram://{name}"), ..RamObject::default() }
 }
 
-/// Some bytes, which differ where parts may be exchanged: their period divides no part.
 fn bytes(len: u64) -> Vec<u8> {
-    let period: Vec<u8> = (0..4099u32).map(|at| (at ^ (at >> 8)) as u8).collect();
-    let mut bytes = period.repeat(len as usize / period.len() + 1);
-    bytes.truncate(len as usize);
-    bytes
+    crate::tests::pattern(len as usize, 0)
 }
 
 /// Writes bytes after the head in pieces, on several threads, and the head last.
