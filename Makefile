@@ -190,7 +190,7 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 # other server for anything. The docstrings are read from the sources: nothing has to be built.
 DOCS := $(CURDIR)/.venv-docs
 docs: $(STAMPS)/docs
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 URL="$(URL)" $(DOCS)/bin/mkdocs build --quiet --strict
 	$(DOCS)/bin/python tests/packaging/search.py build/docs
 	@! grep -rE '<(script|link|img)[^>]+(src|href)="?(https?:)?//' build/docs --include='*.html'
 

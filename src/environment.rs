@@ -267,7 +267,7 @@ variables! {
     CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, TIME, "timeout for opening a connection";
     STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, TIME, "timeout while a server sends nothing";
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300, TIME,
-        "timeout for all attempts of one request; each 64 KiB of it add one second";
+        "timeout for all attempts of one request; each 64 KiB transferred adds one second";
     MAX_BYTES_PER_SECOND = "TENSORIZER_MAX_BYTES_PER_SECOND", 0, ANY,
         "bytes per second that a call may receive from servers, or send to them; 0: no limit";
     UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0, ANY,
@@ -339,7 +339,7 @@ fn warning_of_unknown<'n>(set: impl Iterator<Item = &'n str>) -> Option<String> 
 }
 
 /// The most edits between a name and one that may have been meant.
-const MOST_EDITS: usize = 6;
+const MOST_EDITS: usize = 4;
 
 /// Returns the number of characters to insert, remove or replace to make one text of the other.
 fn edits(from: &str, to: &str) -> usize {
@@ -376,9 +376,16 @@ mod tests {
     fn a_misspelt_variable_is_named_with_the_nearest_known_one() {
         let warn = |names: &[&str]| warning_of_unknown(names.iter().copied());
         let said = warn(&["HOME", "TENSORIZER_NUM_READER", "TENSORIZER_BUFFERED_LOADS"]).unwrap();
-        assert!(said.contains("TENSORIZER_NUM_READER (the nearest known name is TENSORIZER_NUM_READERS)"));
+        assert!(
+            said.contains(
+                "TENSORIZER_NUM_READER (the nearest known name is TENSORIZER_NUM_READERS)"
+            )
+        );
         assert!(said.contains("TENSORIZER_BUFFERED_LOADS,"), "{said}");
-        let known = ["TENSORIZER_NUM_READERS", "TENSORIZER_CACHE", "TENSORIZER_TORCH", "tensorizer_x"];
+        // Another setting is no hint.
+        assert!(!warn(&["TENSORIZER_CONNECTIONS"]).unwrap().contains("nearest"));
+        let known =
+            ["TENSORIZER_NUM_READERS", "TENSORIZER_CACHE", "TENSORIZER_TORCH", "tensorizer_x"];
         assert_eq!(warn(&known), None);
         let service = ["TENSORIZER_SERVICE_HOST", "TENSORIZER_PORT", "TENSORIZER_X_PORT_80_TCP"];
         assert_eq!(warn(&service), None);

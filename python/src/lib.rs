@@ -73,8 +73,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
         calls::check_wait; calls::running; calls::set_heartbeat; calls::time_left; text::convert_bytes;
         forget_environment; unknown_variables; slicing::as_bytes; slicing::plan_parts;
         slicing::with_earlier; slicing::announce; namespaces::dicts_with_value;
-        open::check_target; open::check_tensors_name; open::local_path; open::model_files;
-        open::open; open::create; open::s3cfg; open::scheme; device::uses_staging_memory;
+        open::check_target; open::check_tensors_name; open::hub_is_offline; open::local_path;
+        open::model_files; open::open; open::create; open::s3cfg; open::scheme; device::uses_staging_memory;
         device::snapshot; cache::cache_entries; cache::clear_cache; reports::stats;
         reports::stats_since; device::set_pinned_limit; device::release_pinned;
         memory::split_tensor_memory; memory::effective_memory_limit; memory::minimum_save_memory;

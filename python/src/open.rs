@@ -12,6 +12,7 @@ use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::shards::{FILE_EXTENSIONS, MODEL_FILE_NAMES};
 use tensorizer::io::cache::Cache;
+use tensorizer::io::hf;
 use tensorizer::io::transport::{Trust, show_text};
 use tensorizer::io::uri::{self, Address};
 use tensorizer::io::{Facts, MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, StreamSource};
@@ -225,6 +226,12 @@ pub fn check_tensors_name(name: OsString, allows_torch: bool) -> Outcome<()> {
 #[pyfunction]
 pub fn model_files() -> (Vec<&'static str>, Vec<&'static str>) {
     (MODEL_FILE_NAMES.to_vec(), FILE_EXTENSIONS.to_vec())
+}
+
+/// True if the environment says that no request is made to Hugging Face's hub.
+#[pyfunction]
+pub fn hub_is_offline() -> bool {
+    hf::is_offline()
 }
 
 /// Returns the scheme of a server's address, and whether objects can be written there; None for a

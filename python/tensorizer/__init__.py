@@ -37,7 +37,7 @@ from ._types import FilterFuncType, TensorType
 from .file.encryption import DecryptionParams, EncryptionParams
 from .file.iterate import iterate
 from .file.load import load
-from .file.options import LoadOptions, ReadOptions, SaveOptions
+from .file.options import IterateOptions, LoadOptions, ReadOptions, SaveOptions
 from .file.reader import TensorDeserializer
 from .file.slices import TensorSlice
 from .tensors.devices import release_pinned, set_pinned_limit, stats
@@ -64,6 +64,7 @@ __all__ = [
     "GroupError",
     "HashMismatchError",
     "InvalidVersionError",
+    "IterateOptions",
     "LoadOptions",
     "PairMismatchError",
     "ReadOptions",

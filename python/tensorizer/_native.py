@@ -17,9 +17,9 @@ _found = ".".join(torch.__version__.split(".")[:2])
 if _found != TORCH_MINOR:
     raise ImportError(
         f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}: "
-        f"install its wheel for this torch, tensorizer-*+torch{_found}-*.whl, or build it again "
-        "with `pip install --force-reinstall --no-deps .` in its source folder. Releases exist for "
-        f"torch {TORCH_MINORS}."
+        f"install its wheel for this torch, *+torch{_found}-*.whl, or build it again with "
+        "`pip install --force-reinstall --no-deps .` in its source folder. It is made for torch "
+        f"{TORCH_MINORS}."
     )
 
 if ".abi3.so" not in EXTENSION_SUFFIXES:

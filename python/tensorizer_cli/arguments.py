@@ -117,7 +117,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def _unknown(arguments: list[str], command: argparse.ArgumentParser) -> str:
     """Return the message for arguments that a command does not take."""
     wrong = [one for one in arguments if one.startswith("-")] or arguments
-    close = difflib.get_close_matches(wrong[0].partition("=")[0], command._option_string_actions, 1)
+    close = difflib.get_close_matches(
+        wrong[0].partition("=")[0], command._option_string_actions, 1, 0.7
+    )
     return f"unknown: {' '.join(wrong)}" + (f" (did you mean {close[0]}?)" if close else "")
 
 

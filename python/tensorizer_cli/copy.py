@@ -15,7 +15,7 @@ from tensorizer import (
     HashMismatchError,
     TensorType,
 )
-from tensorizer._native import minimum_save_memory
+from tensorizer._native import local_path, minimum_save_memory
 from tensorizer.file.file_writer import FileWriter
 from tensorizer.file.progress import ProgressReporter
 from tensorizer.file.to_redis import copy_to_redis
@@ -64,16 +64,24 @@ def _copy(options: argparse.Namespace, model: ModelCopy | None) -> int:
         raise ValueError("--max-shard-size is for targets that end with .safetensors")
     found: list[dict[str, Any]] = []
     more: dict[str, Any] = {"key": options.key, "mmap": loads_all}
+    # Local files are mapped, and their bytes are read when they are written.
+    passes = 1 if loads_all and local_path(options.file) is not None else 2
     more |= stated_hashes(options) if command == "cp" else {}
     with (
-        Progress(options, passes=2) as progress,
-        open_file(options.file, options, options.decryption, progress=progress, **more) as source,
+        Progress(options, passes=passes) as progress,
+        open_file(
+            options.file,
+            options,
+            options.decryption,
+            progress=progress if passes > 1 else None,
+            **more,
+        ) as source,
     ):
         _check(source, options)
         part = one_part(source) if loads_all else None
         if part is not None:
             source.use_part(part[1])
-        progress.total = 2 * source.total
+        progress.total = passes * source.total
         if model is not None:
             model.make_folder()
         # Of shards the index is what is read again.
@@ -185,8 +193,18 @@ def _store(
                 _write(source, file.fileno(), options, progress)
                 source = BatchedFile(file.fileno(), memory_limit=options.memory_limit)
                 opened.enter_context(source)
-            every, limit = range(len(source)), source.memory_limit
-            copy_to_redis(source.reader, every, *server, force=True, limit=limit)
+                report = None
+            else:
+                report = progress.part()
+            copy_to_redis(
+                source.reader,
+                range(len(source)),
+                *server,
+                force=True,
+                limit=source.memory_limit,
+                # A byte that is stored was read, too.
+                report=report and (lambda stored: report(2 * stored)),
+            )
         else:
             return _write(source, target, options, progress)
     return target

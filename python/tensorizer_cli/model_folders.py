@@ -114,7 +114,8 @@ def whole_model(options: argparse.Namespace) -> ModelCopy | None:
     """Return the copy of a whole model, and make its weights the file and the target to copy.
 
     That is a copy of a folder with a configuration to a target that is no file: neither its ending
-    nor what is there says so. None for all other copies.
+    nor what is there says so. The address of a folder of an HTTP server ends with a slash. None for
+    all other copies.
 
     Raises:
         ValueError: The target ends like a file of another format.
@@ -126,7 +127,12 @@ def whole_model(options: argparse.Namespace) -> ModelCopy | None:
     if is_file or target in ("", STREAM) or target.lower().startswith(_NO_FOLDERS):
         return None
     path, local = local_path(file), local_path(target)
-    if file.lower().startswith(_NO_FOLDERS) or (path is not None and not Path(path).is_dir()):
+    is_no_folder = file.endswith("://") or (file.lower().startswith("http") and file[-1] != "/")
+    if (
+        is_no_folder
+        or file.lower().startswith(_NO_FOLDERS)
+        or (path is not None and not Path(path).is_dir())
+    ):
         return None
     if local is not None and Path(local).is_file():
         return None

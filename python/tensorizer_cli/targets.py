@@ -69,7 +69,7 @@ def redis_server(target: str) -> Iterator[tuple[Any, str]]:
         import redis
     except ImportError:
         raise ImportError(
-            "copies to redis:// need the Redis client: pip install 'tensorizer[redis]'"
+            "copies to redis:// need the Redis client: pip install 'redis>=5.3'"
         ) from None
     scheme, _, rest = target.partition("://")
     location, _, query = rest.partition("?")

@@ -46,8 +46,8 @@ pub fn read_archive(
     let uri = source.uri();
     if !opening.storages {
         return Err(Error::Unsupported(format!(
-            "`{uri}` is a checkpoint of torch.save, whose pickle only the Python package reads: \
-             load it with tensorizer.load in Python, or convert it with `tensorizer cp` to a \
+            "`{uri}` looks like a checkpoint of torch.save, whose pickle only the Python package \
+             reads: load it with tensorizer.load in Python, or convert it with `tensorizer cp` to a \
              .tensors file"
         )));
     }

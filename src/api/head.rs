@@ -15,7 +15,7 @@ use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
 use crate::format::tensors::index::{self, IndexValidator, ParsedIndex};
-use crate::format::tensors::prologue::{MAGIC, PROLOGUE_LEN, Prologue, unknown_format};
+use crate::format::tensors::prologue::{MAGIC, PROLOGUE_LEN, Prologue, no_format, unknown_format};
 use crate::format::tensors::trailer::{self, IndexTrailer};
 use crate::io::{PrefixedSource, ReadAt};
 use crate::sys::to_usize;
@@ -212,9 +212,9 @@ fn refuse_tar(source: &dyn ReadAt, base: u64, bytes: &[u8], cancel: &dyn Cancel)
     if found != MARK {
         return Ok(());
     }
-    let what = "a tar archive: unpack it first, or, if torch before 0.2 saved it, load it with \
-                torch.load(weights_only=False), where you trust it, and save it again";
-    Err(malformed(source.uri(), what.to_owned()))
+    let what = "this is a tar archive: unpack it first, or, if torch before 0.2 saved it, load it \
+                with torch.load(weights_only=False), where you trust it, and save it again";
+    Err(malformed(source.uri(), no_format(what)))
 }
 
 /// Returns the error for a shard of another format, by the first bytes of its file.

@@ -14,6 +14,7 @@ use std::collections::HashSet;
 pub use end::{Directory, TAIL_LEN, find_directory};
 
 use super::bytes::Cursor;
+use super::tensors::prologue::no_format;
 use crate::error::{Malformed, Shortened};
 
 /// Bytes of a local header before the record's name.
@@ -120,12 +121,12 @@ fn checked_folder<'b>(raw: &[CentralEntry<'b>], at: u64) -> Result<&'b [u8], Mal
     has(|name| name == b"data.pkl").ok_or_else(|| {
         let is_npz = raw.iter().any(|central| central.name.ends_with(b".npy"));
         let what = if is_npz {
-            "an .npz archive of numpy: numpy.load reads it"
+            "this is an .npz archive of numpy: numpy.load reads it"
         } else {
-            "a zip archive without the `data.pkl` that torch.save writes: if a checkpoint was packed \
-             into it, unpack it first"
+            "this is a zip archive without the `data.pkl` that torch.save writes: if a checkpoint \
+             was packed into it, unpack it first"
         };
-        Malformed::new(at, what)
+        Malformed::new(at, no_format(what))
     })
 }
 

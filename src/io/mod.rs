@@ -20,7 +20,7 @@ pub mod cache;
 mod cached_head;
 mod closed;
 #[cfg(feature = "hf")]
-mod hf;
+pub mod hf;
 #[cfg(feature = "http")]
 pub(crate) mod http;
 mod inflated;

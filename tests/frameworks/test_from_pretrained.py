@@ -243,7 +243,7 @@ def test_an_adapter_is_loaded(tmp_path, nginx):
         for load in (peft.PeftModel.from_pretrained, load_adapter)
     )
     assert_same_model(ours, theirs, inputs)
-    with pytest.raises(FileNotFoundError, match=r"load_adapter\(model, address\)"):
+    with pytest.raises(FileNotFoundError, match=r"load_adapter\(model, uri\)"):
         from_pretrained(f"{nginx.http}/adapter")
 
 

@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import tensorizer
-import torch
+# What needs no compiler: there is none.
+path, os.environ["PATH"] = os.environ["PATH"], ""
+assert shutil.which("c++") is None
+
+import tensorizer  # noqa: E402
+import torch  # noqa: E402
 
 cmake, program, minor, name = sys.argv[1:]
 package = Path(tensorizer.__file__).parent
 assert package.is_relative_to(sys.prefix), f"{package} is not that of this environment"
 assert importlib.metadata.version(name).endswith(f"+torch{minor}")
-# What needs no compiler: there is none.
-path, os.environ["PATH"] = os.environ["PATH"], ""
-assert shutil.which("c++") is None
 needed = importlib.metadata.requires(name)
 assert f"torch=={minor}.*" in needed, needed
 

@@ -130,8 +130,7 @@ def test_redis_without_its_client(path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "redis", None)
     assert run("cp", path, "redis://127.0.0.1/model") == 2
     assert capsys.readouterr().err == (
-        "tensorizer: error: copies to redis:// need the Redis client: "
-        "pip install 'tensorizer[redis]'\n"
+        "tensorizer: error: copies to redis:// need the Redis client: pip install 'redis>=5.3'\n"
     )
 
 

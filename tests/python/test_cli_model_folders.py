@@ -82,6 +82,15 @@ def test_a_whole_model_is_copied(moto, model, tmp_path, monkeypatch, capsys):
         assert content(tmp_path / target) == FILES
 
 
+def test_only_what_may_be_a_folder_is_asked_for_a_configuration(nginx, tmp_path, capsys):
+    tensorizer.save({"a": torch.ones(1)}, nginx.root / "plain")
+    assert main(["cp", f"{nginx.http}/plain", str(tmp_path / "copy")]) == 0
+    assert not [line for line in nginx.requests() if "plain/config.json" in line]
+    for address in ("s3://", "http://"):
+        assert main(["cp", address, str(tmp_path / "none")]) == 2
+        assert "config.json" not in capsys.readouterr().err
+
+
 def test_a_file_is_copied_to_a_file(model, tmp_path):
     """Of a folder that names no file, and to a target that does."""
     tensorizer.save({"a": torch.ones(1)}, model / "model.safetensors")

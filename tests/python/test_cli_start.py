@@ -87,6 +87,8 @@ def test_a_wrong_option_shows_the_usage_of_its_command(command):
     assert done.returncode == 2
     assert "usage: tensorizer cp" in done.stderr
     assert "unknown: --reader (did you mean --num-readers?)" in done.stderr
+    # It did nothing.
+    assert command("load", "--report", "a").stderr.endswith("unknown: --report\n")
 
 
 def test_the_version(command):

@@ -67,7 +67,7 @@ def test_workflows_only_call_what_can_be_called_here():
         named = re.findall(r"\bmake (?:--silent )?([\w-]+)", command)
         assert set(named) <= TARGETS, command
         assert named or command.endswith(" .ci/run ${{ matrix.stage }}"), command
-    wheels = "make wheels-manylinux TORCHES=${{ matrix.torch }} URL=${{ github.server_url }}/"
+    wheels = "make wheels-manylinux TORCHES=${{ matrix.torch }} NAME=${{ vars.NAME }} URL="
     assert any(command.startswith(wheels) for command in commands) and "make publish" in commands
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
@@ -115,6 +115,8 @@ def test_the_matrix_has_the_minors_that_are_supported():
         int, re.search(r"= (\d+)\.\.=(\d+);", (ROOT / "csrc/build.rs").read_text()).groups()
     )
     assert json.loads(made.stdout) == [f"2.{minor}" for minor in range(oldest, newest + 1)]
+    for page in ("how-to/install", "reference/compatibility", "index"):
+        assert f"2.{oldest} to 2.{newest}" in (ROOT / f"docs/{page}.md").read_text()
     [matrix] = [
         job["strategy"]["matrix"]
         for job in yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())[

@@ -115,8 +115,9 @@ def test_flipped_bits_are_found(path):
         (b"\x08\x07\x12\x07pytorch", "an ONNX model"),
         (b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull` fetches it"),
         (b"\n<!DOCTYPE html><html>", "an HTML page"),
+        (b"\xef\xbb\xbf<!-- x -->", "an HTML page"),
         (b"<?xml version='1.0'?>", "this is XML"),
-        (b"ab\x00\xff-and more", r'begins with "ab\\x00\\xff-and"'),
+        (b"ab\x00\xff-and more", r'begins with "ab\\x00\\xff-and "'),
     ],
 )
 def test_other_files_are_recognised(tmp_path, begin, said):

@@ -326,6 +326,9 @@ def test_a_folder_of_torch_in_s3_is_loaded(s3, folder):
     for path in folder.iterdir():
         s3.client().upload_file(str(path), "bucket", f"torchs/{path.name}")
     assert same(load_state("s3://bucket/torchs"), state())
+    for address in ("s3://bucket/torchs", "s3://bucket/torchs/"):
+        with pytest.raises(FileNotFoundError, match=r"tensorizer.distributed.load_state\(folder\)"):
+            tensorizer.load(address)
 
 
 def test_an_item_at_an_address_is_one_request(nginx, at, served):

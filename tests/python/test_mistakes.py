@@ -71,7 +71,7 @@ MISTAKES = {
     ),
     "the hub's name of a repository": (
         lambda: tensorizer.transformers.from_pretrained("Qwen/Qwen2-0.5B"),
-        "hub is hf://Qwen/Qwen2-0.5B",
+        "hub would be hf://Qwen/Qwen2-0.5B",
     ),
     "a module that was built": (
         lambda: no_init_or_tensor(torch.nn.Linear(2, 2)),
@@ -79,7 +79,7 @@ MISTAKES = {
     ),
     "a name without the dot": (
         lambda: tensorizer.load(saved_module(), names=["weight"]),
-        r"which has '.weight'.*load_into_module\(\) takes both, and load_state_dict",
+        r"which has '.weight'.*load_into_module\(\) fills .*, and load_state_dict",
     ),
     "verification of another format": (
         lambda: tensorizer.load(saved_as("safetensors"), verify_hash=True),
@@ -258,3 +258,27 @@ def test_options_of_other_libraries_get_the_name_that_is_right_here(files):
                 call("m.tensors", **{name: 1})
     with pytest.raises(TypeError, match="'num_reader'; did you mean 'num_readers'"):
         tensorizer.load("m.tensors", num_reader=1)
+
+
+def test_writers_and_models_name_the_option_that_is_right_there(files, tmp_path):
+    with pytest.raises(TypeError, match="'num_threads'; it is called 'limit_cpu_concurrency' here"):
+        TensorSerializer("x.tensors", num_threads=2)
+    with pytest.raises(TypeError, match="'path'; it is called 'uri' here"):
+        tensorizer.save({"a": torch.ones(1)}, path="x.tensors")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "strict": true}')
+    tensorizer.save({"a": torch.ones(1)}, "model.tensors")
+    for name, ours in (("map_location", "device"), ("num_threads", "num_readers")):
+        with pytest.raises(TypeError, match=f"{name!r}; it is called {ours!r} here"):
+            tensorizer.transformers.from_pretrained(str(tmp_path), **{name: 1})
+
+
+def test_options_stand_in_one_order_with_the_same_defaults():
+    calls = (tensorizer.load, tensorizer.iterate, tensorizer.transformers.from_pretrained)
+    first, *others = (inspect.signature(call).parameters for call in calls)
+    for other in others:
+        common = [name for name in first if name in other]
+        assert [name for name in other if name in first] == common
+        assert len(common) > 10
+        for name in common:
+            assert first[name].default == other[name].default
+            assert first[name].kind == other[name].kind or name == "device"

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import pty
+import re
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import tensorizer
 import torch
 from processes import run_python, start_python
+from servers import Redis
 from tensorizer import TensorDeserializer, stats
 from tensorizer.file import progress
 
@@ -285,13 +287,17 @@ def test_a_notebook_shows_a_bar(has_tqdm, monkeypatch):
     """That of tqdm, if it is installed: its standard error is no terminal."""
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setitem(sys.modules, "ipykernel", object())
     if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    shell = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    # IPython in a shell whose standard error is a file.
+    assert progress.ProgressReporter(True).part() is None
+    shell.kernel = object()
     with progress.ProgressReporter(True) as reporter:
         # Nothing is known of the file yet.
         reporter.flush()
-        assert not shown.getvalue()
+        assert not has_tqdm or not shown.getvalue()
         reporter.total = 1000 * MB
         reporter.part()(100 * MB)
     assert ("100%|" if has_tqdm else "100% 1.0 GB of 1.0 GB") in shown.getvalue()
@@ -301,8 +307,12 @@ def test_a_notebook_shows_a_bar(has_tqdm, monkeypatch):
 class Bar:
     """The parts of tqdm's that are used."""
 
-    def __init__(self, **options):
-        self.n = self.total = self.closed = 0
+    def __init__(self, total, **options):
+        self.n, self.total, self.closed, self.start_t = 0, total, 0, 7
+
+    def reset(self, total):
+        # A widget's limit is changed here alone.
+        self.n, self.total, self.start_t = 0, total, 8
 
     def update(self, more):
         self.n += more
@@ -314,11 +324,12 @@ class Bar:
         self.closed += 1
 
 
+@pytest.mark.parametrize("seconds", [0, 60])
 @pytest.mark.parametrize("kind", ["terminal", "notebook"])
-def test_a_bar_of_a_total_that_grows_ends_when_it_is_closed(kind, monkeypatch):
+def test_a_bar_of_a_total_that_grows_ends_when_it_is_closed(kind, seconds, monkeypatch):
     shown, made = Terminal(), []
     monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0)
+    monkeypatch.setattr(progress, "_REDRAW_SECONDS", seconds)
 
     def tqdm(**options):
         made.append(Bar(**options))
@@ -333,10 +344,12 @@ def test_a_bar_of_a_total_that_grows_ends_when_it_is_closed(kind, monkeypatch):
     bar.show(200, 200)
     bar.close()
     bar.close()
+    assert ended() == 1
     if is_terminal:
-        assert ended() == 1 and shown.getvalue().count("\r") == 3
+        assert "100% 200.0 bytes of 200.0 bytes" in shown.getvalue().rpartition("\r")[2]
+        assert shown.getvalue().count("\r") == (2 if seconds else 3)
     else:
-        assert (made[0].n, made[0].total, ended()) == (200, 200, 2)
+        assert (made[0].n, made[0].total, made[0].start_t) == (200, 200, 7)
 
 
 def test_the_bar_of_a_load_that_fails_is_closed(monkeypatch):
@@ -346,6 +359,37 @@ def test_the_bar_of_a_load_that_fails_is_closed(monkeypatch):
         reporter.part()(100 * MB)
         raise NoMoreError
     assert shown.getvalue().endswith("\n")
+
+
+@pytest.mark.parametrize("way", ["iterate", "lazy"])
+def test_the_bar_of_a_load_that_is_left_early_is_closed(way, monkeypatch, folder):
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    path = folder / "f.tensors"
+    if way == "iterate":
+        next(tensorizer.iterate(path, buffer_bytes=20 * MB, progress=True))
+    else:
+        with TensorDeserializer(path, "cpu", lazy_load=True, progress=True) as file:
+            file["t1"]
+    assert shown.getvalue().count("\n") == 1 and shown.getvalue().endswith("\n")
+
+
+@pytest.mark.parametrize("command", ["load", "verify", "cp", "cp to safetensors", "cp to redis"])
+def test_the_bar_of_a_command_moves(command, monkeypatch, folder, tmp_path, request):
+    from tensorizer_cli.main import main
+
+    monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0)
+    target = [str(tmp_path / f"copy.{command.rpartition(' ')[2]}")] if "cp" in command else []
+    if command.endswith("redis"):
+        server = Redis(tmp_path)
+        request.addfinalizer(server.stop)
+        target = [f"{server.address}/moves"]
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert main([command.split()[0], str(folder / "f.tensors"), *target]) == 0
+    shares = [int(share) for share in re.findall(r"(\d+)% ", shown.getvalue())]
+    assert shares == sorted(shares) and shares[-1] == 100
+    assert any(share < 100 for share in shares)
 
 
 def test_a_write_that_is_refused_does_not_count(tmp_path):

@@ -1,6 +1,7 @@
 """``tensorizer.safetensors`` beside the library whose names it has."""
 
 import ctypes
+import importlib
 import inspect
 import json
 import mmap
@@ -38,7 +39,9 @@ def path(tensors, tmp_path):
 
 
 def test_the_names_and_parameters_are_those_of_the_library():
+    as_there = importlib.import_module("tensorizer.safetensors.torch")
     for name in ("load", "load_file", "load_model", "save", "save_file", "save_model"):
+        assert getattr(as_there, name) is getattr(ours, name)
         parameters = [
             [(p.name, p.kind, p.default) for p in inspect.signature(where).parameters.values()]
             for where in (getattr(ours, name), getattr(theirs, name))

@@ -110,12 +110,12 @@ print(tensorizer.transformers.from_pretrained.__module__, "transformers" in sys.
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_the_same_as_the_librarys_own(served, name, tmp_path):
     folder, copied = served.root / name, tmp_path / "copied"
-    assert main(["cp", f"{served.http}/{name}", str(copied)]) == 0
+    assert main(["cp", f"{served.http}/{name}/", str(copied)]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[1, 5, 6, 7]])
     auto = transformers.AutoModelForCausalLM
-    addresses = ((folder, None), (f"{served.http}/{name}", None), (str(folder), auto), (copied, None))
-    for address, cls in addresses:
+    addresses = ((folder, None), (f"{served.http}/{name}", None), (str(folder), auto))
+    for address, cls in (*addresses, (copied, None)):
         ours = from_pretrained(address, cls, device="cpu")
         assert type(ours) is type(theirs) and not ours.training
         assert list(ours.state_dict()) == list(theirs.state_dict())
@@ -231,12 +231,16 @@ def test_one_commit_of_the_hub():
     assert not folders.ModelFolder("http://h/m").needs_pinning
 
 
-def test_arguments_for_the_hub_are_refused(tmp_path):
+def test_arguments_for_the_hub_are_refused(tmp_path, monkeypatch):
     for call in (from_pretrained, load_config, load_tokenizer, load_processor):
         with pytest.raises(TypeError, match="revision= is not supported: the address says"):
             call(tmp_path, revision="main")
         with pytest.raises(TypeError, match="hf://org/repo is not local; with HF_HUB_OFFLINE=1"):
             call("hf://org/repo", local_files_only=True)
+        with monkeypatch.context() as offline:
+            offline.setenv("HF_HUB_OFFLINE", "1")
+            with pytest.raises(OSError, match="at hf://org/none"):
+                call("hf://org/none", local_files_only=True)
         with pytest.raises(TypeError, match="use_safetensors=False is not supported"):
             call(tmp_path, use_safetensors=False)
         with pytest.raises(OSError, match=r"no config\.json|no tokenizer|no processor"):
@@ -532,7 +536,7 @@ def test_an_adapter(stubs, served):
     again = load_adapter(model, folder, adapter_name="more", is_trainable=True)
     assert again is model and again.factors["more"].requires_grad
     for address in (folder, f"{served.http}/adapter"):
-        with pytest.raises(FileNotFoundError, match=r"load_adapter\(model, address\)"):
+        with pytest.raises(FileNotFoundError, match=r"load_adapter\(model, uri\)"):
             from_pretrained(address)
     tensorizer.save(
         {"factor": torch.ones(2), "x": torch.ones(1)}, folder / "adapter_model.safetensors"

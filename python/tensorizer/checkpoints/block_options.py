@@ -34,6 +34,8 @@ def check_saving(file_obj: Any, options: Mapping[str, Any], *, for_function: boo
         check_writable(file_obj)
     if for_function:
         return
+    if "progress" in options:
+        raise TypeError("tensorizer_saving() has no progress=, as torch.save decides what is saved")
     _check_names("tensorizer_saving", options, TensorSerializer)
     file_writer.check_options(
         **{name: value for name, value in options.items() if name != "compress_tensors"}
@@ -44,15 +46,15 @@ def check_loading(options: Mapping[str, Any]) -> None:
     """Refuse the arguments of a loading block that no load could use.
 
     Raises:
-        TypeError, ValueError: See :class:`TensorDeserializer`; or ``dtype`` or ``filter_func`` is
-            given.
+        TypeError, ValueError: See :class:`TensorDeserializer`; or ``dtype``, ``filter_func`` or
+            ``names`` is given.
 
     """
-    for name in ("dtype", "filter_func"):
+    for name in ("dtype", "filter_func", "names"):
         if options.get(name) is not None:
             raise ValueError(
-                f"{name} cannot be applied to storages, which are bytes: use it on what torch.load "
-                "returns"
+                f"{name} cannot be applied to storages, which are bytes without names: change what "
+                "torch.load returns"
             )
     _check_names("tensorizer_loading", options, TensorDeserializer)
     checked = options.keys() & ReadOptions.__annotations__.keys()

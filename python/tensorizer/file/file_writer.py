@@ -339,6 +339,14 @@ def _metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]
     return list(metadata.items())
 
 
+#: What the message says of a file object without an ability.
+_WITHOUT = {
+    "seekable": ", found a pipe or the like (the index at the beginning is written last: save to a "
+    "file and copy that)",
+    "readable": ', as of open(path, "wb+")',
+}
+
+
 def _open(file_obj: Any, options: dict[str, Any]) -> TensorWriter:
     if isinstance(file_obj, UploadFile):
         return file_obj.hand_over(options)
@@ -353,8 +361,7 @@ def _open(file_obj: Any, options: dict[str, Any]) -> TensorWriter:
         for ability in ("seekable", "readable", "writable"):
             check = getattr(file_obj, ability, None)
             if check is not None and not check():
-                hint = ', as of open(path, "wb+")' * (ability == "readable")
-                raise ValueError(f"expected a {ability} file{hint}: {uri}")
+                raise ValueError(f"expected a {ability} file{_WITHOUT.get(ability, '')}: {uri}")
     if isinstance(file, int):
         return TensorWriter.to_fd(file, uri, base, options)
     return TensorWriter.to_object(file, uri, base, options)

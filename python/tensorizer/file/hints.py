@@ -22,10 +22,9 @@ _DTYPES = {
     "f64": "float64",
     "f8": "float8_e4m3fn",
 }
-#: Names of options in other libraries, and in functions of the old package, and ours for each. A
-#: file is ``uri`` in functions, and ``file_obj`` in the classes of the old package.
+#: Names of options in other libraries, and in functions of the old package, and ours for each.
 _OPTIONS = {
-    "buffer_size": "memory_limit",
+    "buffer_size": "buffer_bytes",
     "cache": "cache_dir",
     "copy": "clone",
     "destination": "uri",
@@ -48,10 +47,12 @@ _OPTIONS = {
     "use_mmap": "mmap",
     "verify": "verify_hash",
 }
+#: Other names of these options: in the classes of the old package, and where files are written.
+_ALSO = {"uri": "file_obj", "num_readers": "limit_cpu_concurrency"}
 #: What does the same as options of other libraries that have no option here.
 _OTHER_WAYS = {
     "framework": "tensors are always those of torch",
-    "key": "encryption= takes keys",
+    "key": "names= chooses tensors, and encryption= takes keys of encrypted files",
     "pickle_module": "nothing in a file is run",
     "retries": "TENSORIZER_ATTEMPTS sets the tries of a request",
     "strict": "TensorDeserializer.load_into_module() has strict=",
@@ -88,14 +89,17 @@ def of_dtype(dtype: object) -> str:
 
 def of_option(name: str, known: Collection[str]) -> str:
     """Return a hint about an option that is not known."""
-    ours = _OPTIONS.get(name)
-    ours = "file_obj" if ours == "uri" and "uri" not in known else ours
+    close = difflib.get_close_matches(name, sorted(known), 1)
+    return of_other_library(name, known) or (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def of_other_library(name: str, known: Collection[str]) -> str:
+    """Return a hint about an option that other libraries have under that name."""
+    ours = _OPTIONS.get(name, "")
+    ours = ours if ours in known else _ALSO.get(ours, "")
     if ours in known:
         return f"; it is called {ours!r} here"
-    if name in _OTHER_WAYS:
-        return f"; {_OTHER_WAYS[name]}"
-    close = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; {_OTHER_WAYS[name]}" if name in _OTHER_WAYS else ""
 
 
 def of_name(name: Name | int, names: Sequence[Name]) -> str:
@@ -109,8 +113,9 @@ def of_name(name: Name | int, names: Sequence[Name]) -> str:
         if prefix == ".":
             return (
                 f", which has {found!r}, as write_module names the tensors of the module itself: "
-                "TensorDeserializer.load_into_module() takes both, and load_state_dict() "
-                '{name.lstrip("."): tensor for name, tensor in tensorizer.load(uri).items()}'
+                "TensorDeserializer.load_into_module() fills a module from names with or without "
+                "the dot, and load_state_dict() from "
+                "{name.lstrip('.'): tensor for name, tensor in tensorizer.load(uri).items()}"
             )
         has_each = common_prefix(texts).startswith(prefix)
         begins = "every name begins" if has_each else "its name begins"

@@ -21,7 +21,7 @@ from .arguments import device_or_function, names_of
 from .exit_hooks import close_at_exit
 from .load_plan import LoadPlan
 from .open_file import OpenFile
-from .options import ReadOptions, takes
+from .options import IterateOptions, takes
 from .progress import ProgressReporter, ProgressType
 from .read_ahead import ReadAhead, use_on_current_stream
 from .request import Request
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .exchange import Exchange
 
 
-@takes(ReadOptions)
+@takes(IterateOptions)
 def iterate(
     uri: str | os.PathLike[Any] | Any,
     device: torch.device | str | None = None,
@@ -48,8 +48,7 @@ def iterate(
     progress: ProgressType = False,
     order: Literal["file", "ready"] = "file",
     buffer_bytes: int = 1 << 30,
-    mmap: bool = False,
-    **options: Unpack[ReadOptions],
+    **options: Unpack[IterateOptions],
 ) -> Iterator[tuple[NameT, torch.Tensor]]:
     """Yield the names and tensors of a file one by one, each as soon as it is loaded.
 
@@ -85,12 +84,11 @@ def iterate(
         order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
             after another. ``"ready"``: in the order in which they are loaded.
         buffer_bytes: The most bytes that are read ahead of the caller.
-        mmap: On the CPU, use tensors of local files in place, as :func:`tensorizer.load` does: each
-            is a view of a mapping of its file. With ``verify_hash=``, and where the members of a
-            ``group=`` exchange them, they are read.
-        options: How the file is read: see :class:`ReadOptions`. Tensors are compared with their
+        options: How the file is read: see :class:`IterateOptions`. Tensors are compared with their
             hashes before they are handed out. ``memory_limit`` bounds ``buffer_bytes``; the buffers
-            of reads take the rest.
+            of reads take the rest. With ``mmap``, each tensor is a view of a mapping of its file;
+            with ``verify_hash=``, and where the members of a ``group=`` exchange them, they are
+            read.
 
     Raises:
         KeyError: The file has no tensor of one of the names.
@@ -124,7 +122,6 @@ def iterate(
         OpenFile,
         uri,
         dtype=dtype,
-        mmap=mmap,
         clone=True,
         progress=reporter,
         closes_stream=True,
@@ -242,6 +239,7 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             with self._lock:
                 self._batches.close()
                 self._ready.clear()
+            self._reporter.close()
         self._file.close()
 
     def _refuse_call_from_progress(self) -> None:

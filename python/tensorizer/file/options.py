@@ -73,8 +73,8 @@ class ReadOptions(TypedDict, total=False):
     skip_objects: bool
 
 
-class LoadOptions(ReadOptions, total=False):
-    """Options of all calls that load a file as a whole: those of :class:`ReadOptions`, and two.
+class IterateOptions(ReadOptions, total=False):
+    """Options of :func:`tensorizer.iterate`: those of :class:`ReadOptions`, and one.
 
     Attributes:
         mmap: True to use tensors in place in a private mapping of their file instead of reading
@@ -86,6 +86,16 @@ class LoadOptions(ReadOptions, total=False):
             of this process that was opened without truncating it. Replacing the file by a rename,
             as serializers do with paths, is safe. Tensors whose data are not aligned (files of
             older writers) are always read.
+
+    """
+
+    mmap: bool
+
+
+class LoadOptions(IterateOptions, total=False):
+    """Options of all calls that load a file as a whole: those of :class:`IterateOptions`, and one.
+
+    Attributes:
         clone: On CUDA, give each tensor its own storage. Otherwise tensors below 1 MiB are views of
             shared storages of at most 64 MiB, which is faster. Such a storage is freed with its
             last tensor, and ``torch.save`` of one tensor writes the whole storage. On the CPU each
@@ -94,7 +104,6 @@ class LoadOptions(ReadOptions, total=False):
 
     """
 
-    mmap: bool
     clone: bool
 
 

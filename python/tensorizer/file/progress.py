@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import shutil
 import sys
 import time
@@ -63,7 +64,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"progress must be a bool or callable, not {progress!r}")
         self._callback: Callable[[int, int], object] | None = None
-        self._bar: TerminalBar | TqdmBar | None = None
+        self._bar: Bar | None = None
         if not isinstance(progress, bool):
             self._callback = progress
         elif progress:
@@ -125,9 +126,10 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.close()
 
 
-def _bar(*, grows: bool) -> TerminalBar | TqdmBar | None:
+def _bar(*, grows: bool) -> Bar | None:
     """Return a bar for a notebook or the terminal; None without either."""
-    if "ipykernel" in sys.modules:
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if hasattr(shell, "kernel"):
         try:
             from tqdm.auto import tqdm
         except ImportError:
@@ -137,27 +139,79 @@ def _bar(*, grows: bool) -> TerminalBar | TqdmBar | None:
     return TerminalBar(grows=grows) if is_terminal else None
 
 
-class TqdmBar:
-    """A progress bar of tqdm, which begins when the total is known."""
+class Bar(abc.ABC):
+    """A progress bar, which is drawn some times a second, and at its end.
 
-    def __init__(self, tqdm: Callable[..., Any], *, grows: bool = False) -> None:
-        self._tqdm, self._grows = tqdm, grows
-        self._bar: Any = None
+    Args:
+        grows: True if the total may grow when all bytes are done.
+
+    """
+
+    def __init__(self, *, grows: bool = False) -> None:
+        self._grows = grows
+        self._begun = time.monotonic()
+        self._drawn_at = -_REDRAW_SECONDS
+        #: What was reported, and what is drawn of it.
+        self._state: tuple[int, int] | None = None
+        self._drawn: tuple[int, int] | None = None
+        self._ended = False
 
     def show(self, done: int, total: int) -> None:
-        """Show the progress; without a total that grows, the last byte ends the bar."""
-        if not total:
+        """Show the progress. The last byte ends the bar, unless the total may grow."""
+        if self._ended:
             return
-        if self._bar is None:
-            self._bar = self._tqdm(unit="B", unit_scale=True)
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-        self._bar.refresh()
-        if done == total and not self._grows:
+        self._state = done, total
+        is_last = 0 < total <= done and not self._grows
+        seconds = time.monotonic() - self._begun
+        if is_last or seconds - self._drawn_at >= _REDRAW_SECONDS:
+            self._redraw(seconds)
+        if is_last:
             self.close()
 
     def close(self) -> None:
-        """End the bar; ending it again has no effect."""
+        """End the bar, with what was reported last; ending it again has no effect."""
+        if self._state not in (None, self._drawn) and not self._ended:
+            self._redraw(time.monotonic() - self._begun)
+        if self._drawn is not None and not self._ended:
+            self._end()
+        self._ended = True
+
+    def _redraw(self, seconds: float) -> None:
+        if self._state is not None:
+            self._drawn, self._drawn_at = self._state, seconds
+            self._draw(*self._state, seconds)
+
+    @abc.abstractmethod
+    def _draw(self, done: int, total: int, seconds: float) -> None:
+        """Draw the bar after so many seconds; the total is 0 while the file is being opened."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """End a bar that is drawn."""
+
+
+class TqdmBar(Bar):
+    """A progress bar of tqdm, which begins when the total is known."""
+
+    def __init__(self, tqdm: Callable[..., Any], *, grows: bool = False) -> None:
+        super().__init__(grows=grows)
+        self._tqdm = tqdm
+        self._bar: Any = None
+
+    def _draw(self, done: int, total: int, seconds: float) -> None:
+        if not total:
+            return
+        if self._bar is None:
+            self._bar = self._tqdm(total=total, unit="B", unit_scale=True)
+        elif self._bar.total != total:
+            # A widget takes another total only so; the seconds are those since its beginning.
+            begun = self._bar.start_t
+            self._bar.reset(total)
+            self._bar.start_t = begun
+        self._bar.update(done - self._bar.n)
+        self._bar.refresh()
+
+    def _end(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -173,44 +227,25 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02} h"
 
 
-class TerminalBar:
+class TerminalBar(Bar):
     """A progress bar on the terminal, with bytes, their rate, and the time that is left."""
 
-    def __init__(self, *, grows: bool = False) -> None:
-        self._grows = grows
-        self._begun = time.monotonic()
-        self._shown = -_REDRAW_SECONDS
-        self._is_drawn = self._ended = False
-
-    def show(self, done: int, total: int) -> None:
-        """Show the progress, some times a second.
-
-        The last byte ends the line, unless the total may grow.
-        """
-        now = time.monotonic() - self._begun
-        is_last = 0 < total <= done and not self._grows
-        if self._ended or not total or (not is_last and now - self._shown < _REDRAW_SECONDS):
-            return
-        self._shown = now
-        share = done / total
-        bar = "#" * int(_BAR_WIDTH * share)
-        rate = done / max(now, 1e-3)
-        far = f"{convert_bytes(done)} of {convert_bytes(total)}, {convert_bytes(rate)}/s"
-        left = "" if done == total or not rate else f", {_duration((total - done) / rate)} left"
+    def _draw(self, done: int, total: int, seconds: float) -> None:
         # One line of the terminal, over the line before.
         room = shutil.get_terminal_size().columns - 1
-        line = f"[{bar:<{_BAR_WIDTH}}] {share:4.0%} {far}"
+        line, left = f"opening: {_duration(seconds)}", ""
+        if total:
+            share, rate = done / total, done / max(seconds, 1e-3)
+            bar = "#" * int(_BAR_WIDTH * share)
+            far = f"{convert_bytes(done)} of {convert_bytes(total)}, {convert_bytes(rate)}/s"
+            line = f"[{bar:<{_BAR_WIDTH}}] {share:4.0%} {far}"
+            if 0 < done < total:
+                left = f", {_duration((total - done) / rate)} left"
         line += left if len(line) + len(left) <= room else ""
         self._write(f"\r{line[:room]:<{room}}")
-        self._is_drawn = True
-        if is_last:
-            self.close()
 
-    def close(self) -> None:
-        """End the line; ending it again has no effect."""
-        if self._is_drawn and not self._ended:
-            self._write("\n")
-        self._ended = True
+    def _end(self) -> None:
+        self._write("\n")
 
     def _write(self, text: str) -> None:
         try:

@@ -105,7 +105,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         progress: ProgressType = False,
         **options: Unpack[LoadOptions],
     ) -> None:
-        reporter = ProgressReporter(progress)
+        self._reporter = reporter = ProgressReporter(progress)
         self._names = names_of(names)
         self._is_part = filter_func is not None or names is not None
         self._file = OpenFile(
@@ -180,6 +180,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         file: OpenFile | None = getattr(self, "_file", None)
         if file is not None:
             file.close()
+            self._reporter.close()
 
     def __repr__(self) -> str:
         if "_loaded" not in vars(self):

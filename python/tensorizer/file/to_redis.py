@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,11 +32,13 @@ def copy_to_redis(
     *,
     force: bool,
     limit: int | None,
+    report: Callable[[int], None] | None = None,
 ) -> None:
     """Store some of a file's tensors under ``<prefix>:<name>:<position in the file>``.
 
     The header of the file is stored last, so that a copy that failed is not taken for a file. With
     a ``limit`` of memory, values are no longer than a fourth of the memory that it leaves.
+    ``report`` is called with the bytes of tensor data that are stored.
 
     Raises:
         ValueError: The limit is too small for one value.
@@ -67,13 +69,16 @@ def copy_to_redis(
             most,
         )
         # While one batch is sent, the next one is read.
-        next_batch = pool.submit(_read, reader, next(batches, []))
+        next_batch, stored = pool.submit(_read, reader, next(batches, [])), 0
         while batch := next_batch.result():
             next_batch = pool.submit(_read, reader, next(batches, []))
             pipeline = client.pipeline(transaction=False)
             for key, value in batch:
                 pipeline.set(key, value)
+                stored += len(value)
             pipeline.execute()
+            if report is not None:
+                report(stored)
     client.set(f"{prefix}:header:0", head)
 
 

@@ -223,7 +223,7 @@ class TensorSerializer:
         except BaseException:
             self._progress.total -= added
             raise
-        self._progress.finish()
+        self._progress.flush()
 
     # Ending
 

@@ -29,7 +29,7 @@ _SHARED = ("vblora_vector_bank", ".tinylora_v.", ".unilora_theta_d.")
 @takes(ReadOptions)
 def load_adapter(
     model: torch.nn.Module,
-    address: str | os.PathLike[Any],
+    uri: str | os.PathLike[Any],
     *,
     adapter_name: str = "default",
     is_trainable: bool = False,
@@ -41,7 +41,7 @@ def load_adapter(
 
     Args:
         model: The model that the adapter was trained on, or a ``PeftModel`` that gets one more.
-        address: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; see
+        uri: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; see
             :func:`from_pretrained`.
         adapter_name: The name of the adapter in the model.
         is_trainable: True to train the adapter further.
@@ -65,7 +65,7 @@ def load_adapter(
             :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
 
     """
-    folder = ModelFolder(address)
+    folder = ModelFolder(uri)
     refuse_hub_arguments(folder, kwargs)
     for name in _UNSUPPORTED:
         if kwargs.pop(name, None):

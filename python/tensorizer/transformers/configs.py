@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._calls import limited
+from .._native import hub_is_offline
 from .config_sanitizer import drop_entries, names_path, names_vocabulary
 from .fetching import FetchedFiles, fetched_files
 from .folders import ModelFolder
@@ -47,7 +48,7 @@ _OF_THE_HUB = {
 
 @limited
 def load_config(
-    address: str | os.PathLike[Any],
+    uri: str | os.PathLike[Any],
     *,
     trust_remote_code: bool = False,
     headers: Mapping[str, str] | None = None,
@@ -57,7 +58,7 @@ def load_config(
     """Load the configuration of a model.
 
     Args:
-        address: A local folder, or the address of one; see :func:`from_pretrained`.
+        uri: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for models that need them.
         headers: Header fields of the requests.
         timeout: The seconds that the call may take; then it is a ``TimeoutError``.
@@ -75,7 +76,7 @@ def load_config(
             library refuses it.
 
     """
-    folder = ModelFolder(address)
+    folder = ModelFolder(uri)
     refuse_hub_arguments(folder, kwargs)
     with fetched_files(folder, headers) as files:
         files.fetch([CONFIG])
@@ -93,7 +94,7 @@ def load_config(
 
 @limited
 def load_tokenizer(
-    address: str | os.PathLike[Any],
+    uri: str | os.PathLike[Any],
     *,
     trust_remote_code: bool = False,
     headers: Mapping[str, str] | None = None,
@@ -103,7 +104,7 @@ def load_tokenizer(
     """Load the tokenizer of a model.
 
     Args:
-        address: A local folder, or the address of one; see :func:`from_pretrained`.
+        uri: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for tokenizers that need them.
         headers: Header fields of the requests.
         timeout: The seconds that the call may take; then it is a ``TimeoutError``.
@@ -121,12 +122,12 @@ def load_tokenizer(
 
     """
     kwargs[_TRUST] = trust_remote_code
-    return _from_auto_class(address, headers, "AutoTokenizer", (), kwargs)
+    return _from_auto_class(uri, headers, "AutoTokenizer", (), kwargs)
 
 
 @limited
 def load_processor(
-    address: str | os.PathLike[Any],
+    uri: str | os.PathLike[Any],
     *,
     trust_remote_code: bool = False,
     headers: Mapping[str, str] | None = None,
@@ -136,7 +137,7 @@ def load_processor(
     """Load the processor of a model: for several inputs, for images, or for audio.
 
     Args:
-        address: A local folder, or the address of one; see :func:`from_pretrained`.
+        uri: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for processors that need them.
         headers: Header fields of the requests.
         timeout: The seconds that the call may take; then it is a ``TimeoutError``.
@@ -155,7 +156,7 @@ def load_processor(
 
     """
     kwargs[_TRUST] = trust_remote_code
-    return _from_auto_class(address, headers, "AutoProcessor", _PROCESSOR, kwargs)
+    return _from_auto_class(uri, headers, "AutoProcessor", _PROCESSOR, kwargs)
 
 
 def fetch_without_weights(files: FetchedFiles) -> list[str]:
@@ -172,14 +173,14 @@ def fetch_without_weights(files: FetchedFiles) -> list[str]:
 
 
 def _from_auto_class(
-    address: str | os.PathLike[Any],
+    uri: str | os.PathLike[Any],
     headers: Mapping[str, str] | None,
     auto: str,
     extra_files: tuple[str, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Return the object that an auto class makes of a tokenizer's and of further files."""
-    folder = ModelFolder(address)
+    folder = ModelFolder(uri)
     refuse_hub_arguments(folder, kwargs)
     with fetched_files(folder, headers) as files:
         _fetch_tokenizer(files, extra_files)
@@ -213,7 +214,7 @@ def read_config(files: FetchedFiles) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no {CONFIG} at {files.folder.shown}, which is the folder of an adapter: load the "
             "model that it is for, and give both to "
-            "tensorizer.transformers.load_adapter(model, address)"
+            "tensorizer.transformers.load_adapter(model, uri)"
         )
     if files.has("model_index.json"):
         raise FileNotFoundError(
@@ -236,7 +237,8 @@ def refuse_hub_arguments(folder: ModelFolder, kwargs: dict[str, Any]) -> None:
         raise TypeError(
             "use_safetensors=False is not supported: pass the address of the file of weights"
         )
-    if kwargs.pop("local_files_only", False) and folder.path is None:
+    local_only = kwargs.pop("local_files_only", False)
+    if local_only and folder.path is None and not (folder.is_of_hub and hub_is_offline()):
         raise TypeError(
             f"local_files_only=True, and {folder.shown} is not local; with HF_HUB_OFFLINE=1, hf:// "
             "addresses are read from the hub's cache on this machine"

@@ -92,9 +92,14 @@ class ModelFolder:
             self._base = base
 
     @property
+    def is_of_hub(self) -> bool:
+        """True for a folder of Hugging Face's hub."""
+        return self._base.lower().startswith("hf://")
+
+    @property
     def needs_pinning(self) -> bool:
         """True for a folder of the hub whose commit is not known yet."""
-        return self._base.lower().startswith("hf://") and not _COMMIT.match(f"{self._base}/")
+        return self.is_of_hub and not _COMMIT.match(f"{self._base}/")
 
     def show(self, name: str) -> str:
         """Return the path or address of a file for messages, without a password and a query."""
@@ -104,7 +109,7 @@ class ModelFolder:
 def _hub_hint(path: str) -> str:
     """Return a hint about a name that may be that of a repository of the hub."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
-    return f": the model of this name on Hugging Face's hub is hf://{path}" if is_name else ""
+    return f": the model of this name on Hugging Face's hub would be hf://{path}" if is_name else ""
 
 
 def _is_repository(base: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..file import hints
 from ..file.arguments import checked_dtype
 from ..file.options import LoadOptions, split_options, takes
 from ..file.progress import ProgressType
@@ -29,7 +31,7 @@ logger = logging.getLogger("tensorizer")
 
 @takes(LoadOptions)
 def from_pretrained(
-    address: str | os.PathLike[Any],
+    uri: str | os.PathLike[Any],
     cls: type | None = None,
     *,
     device: torch.device | str | None = None,
@@ -48,7 +50,7 @@ def from_pretrained(
     such as the frequencies of rotary embeddings, are computed by the library.
 
     Args:
-        address: A folder with ``config.json`` and weights: a local path, or an ``http(s)://``,
+        uri: A folder with ``config.json`` and weights: a local path, or an ``http(s)://``,
             ``s3://``, ``gs://``, ``az://`` or ``hf://org/repo[@revision][/folder]`` address. Or a
             file of weights in such a folder. Weights are safetensors files or their shards,
             ``model.tensors``, or a checkpoint of ``torch.save``.
@@ -96,7 +98,7 @@ def from_pretrained(
     old_name = kwargs.pop("torch_dtype", None)
     dtype = old_name if dtype is None else dtype
     dtype = checked_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
-    folder = ModelFolder(address)
+    folder = ModelFolder(uri)
     refuse_hub_arguments(folder, kwargs)
     options = TensorFileOptions(progress, group, split_options(LoadOptions, kwargs))
     with fetched_files(folder, options.headers) as files, options.members:
@@ -107,6 +109,7 @@ def from_pretrained(
         cls = _resolve_auto_model(cls, config if config_json is None else config_json)
         trusted = trust_remote_code is True
         spec = ModelSpec(files, config_json, cls, config, device, dtype, trusted, kwargs)
+        _refuse_names_of_others(kwargs, spec.configuration)
         kind = _library_of(spec)
         is_diffusers = kind == "diffusers"
         explicit = None if is_diffusers else entry(spec.configuration, "transformers_weights")
@@ -116,7 +119,7 @@ def from_pretrained(
         if not is_diffusers and adapter is not None and adapter.is_file():
             # The library would attach it.
             logger.warning(
-                "%s has an adapter too, which is not attached: use load_adapter(model, address)",
+                "%s has an adapter too, which is not attached: use load_adapter(model, uri)",
                 folder.shown,
             )
         try:
@@ -124,6 +127,20 @@ def from_pretrained(
                 return build(spec, file, options)
         finally:
             file.close()
+
+
+def _refuse_names_of_others(kwargs: Mapping[str, Any], configuration: Any) -> None:
+    """Refuse arguments that have another name here, unless the model's configuration has them.
+
+    Raises:
+        TypeError: There is one.
+
+    """
+    known = inspect.signature(from_pretrained).parameters
+    for name in kwargs:
+        hint = hints.of_other_library(name, known)
+        if hint and entry(configuration, name) is None:
+            raise TypeError(f"from_pretrained() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _resolve_auto_model(cls: Any, config_json: Any) -> Any:

@@ -21,8 +21,8 @@ const METADATA: &str = "__metadata__";
 
 /// True if a file with these first bytes is a safetensors file, whatever the length of its header.
 pub fn recognises(bytes: &[u8]) -> bool {
-    // No header is as long as 2⁴⁰ bytes.
-    matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..])
+    // No header is as long as 2⁴⁰ bytes. A GGUF file of so many tensors looks the same.
+    matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..]) && !bytes.starts_with(b"GGUF")
 }
 
 /// The length of the header, from the first bytes of a file at `base`.

@@ -107,24 +107,36 @@ impl Prologue {
         out
     }
 }
+
 /// Returns the message for a file of no format that is read, by its first bytes and its name.
 pub fn unknown_format(bytes: &[u8], uri: &str) -> String {
     let path = uri.split(['?', '#']).next().unwrap_or(uri);
+    let begin = format!("\"{}\"", bytes.get(..9).unwrap_or(bytes).escape_ascii());
     let found = match looks_like(bytes) {
         Some(kind) => format!("this is {kind}"),
         None if path.to_ascii_lowercase().ends_with(".safetensors") => {
-            "this is a damaged safetensors file: expected 8 bytes with the length of its header, \
-             then `{`"
-                .to_owned()
+            format!(
+                "this is a damaged safetensors file: expected 8 bytes with the length of its header, \
+                 then `{{`, found {begin}"
+            )
         }
-        None => format!("it begins with \"{}\"", bytes.get(..8).unwrap_or(bytes).escape_ascii()),
+        None => format!("it begins with {begin}"),
     };
+    no_format(&found)
+}
+
+/// Returns the message for a file of no format that is read, and of what it is.
+pub fn no_format(found: &str) -> String {
     format!("no format that tensorizer reads (.tensors, safetensors, torch.save): {found}")
 }
 
 /// Names the kind of a file by its first bytes; None if it is unknown.
 pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
-    let text = bytes.trim_ascii_start().to_ascii_lowercase();
+    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+    let text = text.trim_ascii_start().to_ascii_lowercase();
+    let is_html = [&b"<!doctype html"[..], b"<html", b"<head", b"<!--"]
+        .iter()
+        .any(|tag| text.starts_with(tag));
     Some(match bytes {
         [] => "an empty file",
         [b'P', b'K', 5, 6, ..] => "a zip archive that holds nothing",
@@ -136,14 +148,15 @@ pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
         [b'G', b'G', b'U', b'F', ..] => "a GGUF file: transformers reads it with gguf_file=",
         [0x89, b'H', b'D', b'F', ..] => "an HDF5 file, as Keras saves weights: h5py reads it",
         [0x93, b'N', b'U', b'M', b'P', b'Y', ..] => "an array of numpy: numpy.load reads it",
-        // Field 1, the version of its format, then a name of field 2 or another message.
-        [8, 1..=20, 0x12 | 0x1a | 0x22 | 0x3a | 0x42, ..] => "probably an ONNX model: onnx reads it",
+        // Field 1, the version of its format, then a name of field 2 or another message. TensorFlow's
+        // models begin so, with version 1.
+        [8, 3..=20, 0x12 | 0x1a | 0x22 | 0x3a | 0x42, ..] => {
+            "probably an ONNX model: onnx reads it"
+        }
         _ if bytes.starts_with(b"version https://git-lfs") => {
             "a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
         }
-        _ if text.starts_with(b"<!doctype html") || text.starts_with(b"<html") => {
-            "an HTML page, as servers send for errors and logins"
-        }
+        _ if is_html => "an HTML page, as servers send for errors and logins",
         _ if text.starts_with(b"<?xml") => "XML, as servers send errors",
         _ => return None,
     })

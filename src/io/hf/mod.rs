@@ -20,13 +20,18 @@ use address::HubAddress;
 use hub::{Hub, HubResponse};
 use local_cache::LocalCache;
 
+/// True if the environment says that no request is made to the hub.
+pub fn is_offline() -> bool {
+    HF_OFFLINE.or(&OLD_OFFLINE).is_true()
+}
+
 /// Opens an address: a file, or the file of a folder or of the whole repository. Files whose heads
 /// are cached are opened without a request.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let wanted = HubAddress::parse(uri)?;
     let repo = Arc::new(Repo {
         local: LocalCache::from_environment(),
-        offline: HF_OFFLINE.or(&OLD_OFFLINE).is_true(),
+        offline: is_offline(),
         hub: OnceLock::new(),
         fallback: Fallback::default(),
         options: options.clone(),

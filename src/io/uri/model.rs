@@ -135,8 +135,13 @@ pub fn open_model(
         }
     }
     let folder = uri.strip_suffix('/').unwrap_or(uri);
-    let is_checkpoint = has_folders
-        && CHECKPOINTS.iter().any(|name| open(&format!("{folder}/{name}"), options, cancel).is_ok());
+    let mut is_checkpoint = false;
+    for name in CHECKPOINTS.iter().filter(|_| has_folders) {
+        match open(&format!("{folder}/{name}"), options, cancel) {
+            Err(error) if !is_missing(&error) => return Err(error),
+            found => is_checkpoint |= found.is_ok(),
+        }
+    }
     Err(missing.filter(|_| itself && !is_checkpoint).unwrap_or_else(|| {
         let what = if is_checkpoint {
             CHECKPOINT_ADVICE.to_owned()
