@@ -97,10 +97,11 @@ test-frameworks: $(STAMPS)/built $(STAMPS)/test
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
 # Clippy compiles our crates as rustc does: what is linted and tested is compiled once, over the
-# libraries of the build. Without clippy the tests are compiled by rustc.
+# libraries of the build. Without clippy the tests are compiled by rustc. MAKEFLAGS name a jobserver that only
+# recipes with `+` are given, and rustdoc would warn that it is not there.
 CHECKED = --release --config tests/rust/checked.toml
 ALL_CRATES = $(CHECKED) --workspace --features tensorizer/fuzzing
-LINTED = PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 \
+LINTED = MAKEFLAGS= PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 \
   RUSTC_WORKSPACE_WRAPPER=$(shell clippy-driver --version >/dev/null 2>&1 && echo clippy-driver) $(CARGO)
 
 # Every crate with all its features. The core must know neither torch nor Python, and without its
