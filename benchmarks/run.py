@@ -43,6 +43,7 @@ class Session:
     memory: Path
     scale: float
     engines: list[str]
+    ours: bool
     rows: list[records.Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -73,7 +74,8 @@ class Session:
     def chosen(self, case: Case) -> list[Engine]:
         """Return the engines that are measured."""
         names = self.engines or (self.quick and case.quick) or ()
-        return [one for one in case.engines if not names or one.name in names]
+        found = (one for one in case.engines if not names or one.name in names)
+        return [one for one in found if is_ours(one.name) or not self.ours]
 
     def measured(self, case: Case) -> Iterator[records.Row]:
         """Measure the engines of a case in turns; yield a row for each."""
@@ -163,6 +165,7 @@ def arguments() -> argparse.Namespace:
     add("--device", action="store_true", help="the cases of a CUDA device")
     add("--gigabytes", type=float, default=8, help="the model for devices; small tensors: 1/8")
     add("--engines", nargs="+", default=[], metavar="NAME", help="only these")
+    add("--ours", action="store_true", help="only the engines of this package")
     add("--disk", type=Path, default=HERE / "data", help="folder of the models' files")
     add("--memory", type=Path, default=Path("/dev/shm/tensorizer-benchmarks"),
         help="folder of files for devices")  # fmt: skip
@@ -206,6 +209,7 @@ def main() -> int:
         options.disk / ("quick" if options.quick else "full"),
         options.memory / ("quick" if options.quick else "full"),
         1 if options.quick else options.gigabytes / 8, options.engines,
+        options.ours,
     )  # fmt: skip
     machine = records.describe(options.device)
     print(machine, flush=True)

@@ -14,9 +14,7 @@ pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
 
 /// Creates a slice of `len` zeros.
 pub fn try_zeroed(len: usize, what: &str) -> Result<Box<[u8]>> {
-    let mut out = try_with_capacity(len, what)?;
-    out.resize(len, 0);
-    Ok(out.into_boxed_slice())
+    bytemuck::try_zeroed_slice_box(len).map_err(|()| out_of_memory(len as u64, what))
 }
 
 /// Creates an empty vector with a capacity of `count` items.

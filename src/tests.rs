@@ -1,4 +1,4 @@
-//! What tests of several modules share.
+//! A helper for the tests of several modules.
 
 /// Bytes that differ by seed, and that begin again where no buffer and no batch does.
 pub fn pattern(len: usize, seed: usize) -> Vec<u8> {

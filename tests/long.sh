@@ -34,6 +34,7 @@ try "models, memcheck and tch of Rust" make --no-print-directory test-rust-long
 for feature in cuda http redis s3; do
   try "the core with $feature alone" cargo check --release --package tensorizer --no-default-features --features $feature
 done
+try "the benchmarks at toy size, with the peers" make --no-print-directory bench-quick
 try "mutations of the calls to CUDA" "$PYTHON" tests/cuda/mutations.py
 try "200,000 tensors by every call" env TENSORS_OF_TESTS=200000 "$PYTHON" -m pytest tests/python/test_large_headers.py
 try "old releases, on files with metadata" "$PYTHON" tests/old_releases.py

@@ -89,8 +89,8 @@ http {{
     ssl_certificate_key {folder}/server.key;
     root {folder}/root;
     location /slow/ {{ alias {folder}/root/; limit_rate 4m; }}
-    location /at-most-1/ {{ alias {folder}/root/; limit_rate 1m; limit_conn files 1; }}
-    location /at-most-2/ {{ alias {folder}/root/; limit_rate 1m; limit_conn files 2; }}
+    location /at-most-1/ {{ alias {folder}/root/; limit_rate 512k; limit_conn files 1; }}
+    location /at-most-2/ {{ alias {folder}/root/; limit_rate 512k; limit_conn files 2; }}
     location /tagless/ {{ alias {folder}/root/; etag off; }}
     location /whole/ {{ alias {folder}/root/; max_ranges 0; }}
     location /auth/moved {{
