@@ -97,8 +97,8 @@ test-frameworks: $(STAMPS)/built $(STAMPS)/test
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
 # Clippy compiles our crates as rustc does: what is linted and tested is compiled once, over the
-# libraries of the build. Without clippy the tests are compiled by rustc. MAKEFLAGS name a jobserver that only
-# recipes with `+` are given, and rustdoc would warn that it is not there.
+# libraries of the build. Without clippy the tests are compiled by rustc. MAKEFLAGS is empty because rustdoc
+# warns of a jobserver that is named there, and that make opens only for recipes with `+`.
 CHECKED = --release --config tests/rust/checked.toml
 ALL_CRATES = $(CHECKED) --workspace --features tensorizer/fuzzing
 LINTED = MAKEFLAGS= PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 \
@@ -205,7 +205,7 @@ docs-serve: $(STAMPS)/docs
 bench: $(STAMPS)/built $(STAMPS)/bench $(STAMPS)/old
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
-# Every case at toy size, on the CPU and on the emulated CUDA. TOYS=--ours leaves the peers out.
+# Every case at toy size, on the CPU and on the emulated CUDA. TOYS=--ours leaves other packages out.
 bench-quick:
 	@$(MAKE) --no-print-directory bench BENCH="--quick $(TOYS)"
 	@$(MAKE) --no-print-directory gpu-toy

@@ -21,7 +21,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Session:
     memory: Path
     scale: float
     engines: list[str]
-    ours: bool
     rows: list[records.Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -74,8 +73,7 @@ class Session:
     def chosen(self, case: Case) -> list[Engine]:
         """Return the engines that are measured."""
         names = self.engines or (self.quick and case.quick) or ()
-        found = (one for one in case.engines if not names or one.name in names)
-        return [one for one in found if is_ours(one.name) or not self.ours]
+        return [one for one in case.engines if not names or one.name in names]
 
     def measured(self, case: Case) -> Iterator[records.Row]:
         """Measure the engines of a case in turns; yield a row for each."""
@@ -171,7 +169,8 @@ def arguments() -> argparse.Namespace:
         help="folder of files for devices")  # fmt: skip
     options = parser.parse_args()
     sized = options.gigabytes != parser.get_default("gigabytes")
-    if options.record and (options.quick or options.engines or options.rounds < 3 or sized):
+    some = options.engines or options.ours
+    if options.record and (options.quick or some or options.rounds < 3 or sized):
         parser.error("only whole cases at full size, of three rounds or more, are recorded")
     possible = {
         case.name: case
@@ -187,6 +186,11 @@ def arguments() -> argparse.Namespace:
     options.cases = [
         case for name, case in possible.items() if any(fnmatch.fnmatch(name, p) for p in named)
     ]
+    if options.ours:
+        options.cases = [
+            replace(case, engines=tuple(one for one in case.engines if is_ours(one.name)))
+            for case in options.cases
+        ]
     known = {one.name for case in options.cases for one in case.engines}
     if unknown := set(options.engines) - known:
         parser.error(f"no engine of these cases is named {', '.join(sorted(unknown))}")
@@ -209,7 +213,6 @@ def main() -> int:
         options.disk / ("quick" if options.quick else "full"),
         options.memory / ("quick" if options.quick else "full"),
         1 if options.quick else options.gigabytes / 8, options.engines,
-        options.ours,
     )  # fmt: skip
     machine = records.describe(options.device)
     print(machine, flush=True)

@@ -12,7 +12,7 @@ pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
     Error::OutOfMemory { bytes, what: what.into(), error }
 }
 
-/// Creates a slice of `len` zeros.
+/// Creates a slice of `len` zeros. The allocator does not write to pages that are zero already.
 pub fn try_zeroed(len: usize, what: &str) -> Result<Box<[u8]>> {
     bytemuck::try_zeroed_slice_box(len).map_err(|()| out_of_memory(len as u64, what))
 }

@@ -64,6 +64,8 @@ def test_a_pattern_chooses_cases(pattern):
         (["--list", "tensors/none"], "no case is named tensors/none"),
         (["device/load"], "one is named device/load, but not with these options"),
         (["--engines", "none", "--", "tensors/http"], "no engine of these cases is named none"),
+        (["--ours", "--engines", "safetensors"], "no engine of these cases is named safetensors"),
+        (["--record", "--ours"], "only whole cases at full size"),
         (["--record", "--rounds", "2"], "three rounds or more"),
         (["--record", "--device", "--gigabytes", "2"], "only whole cases at full size"),
     ],
