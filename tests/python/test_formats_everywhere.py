@@ -225,7 +225,7 @@ def in_shards(folder):
     torch.save(TENSORS, folder / "1.bin")
     index = {"weight_map": dict.fromkeys(TENSORS, "1.bin")}
     (folder / "f").write_text(json.dumps(index))
-    return "1.bin` is a checkpoint of torch.save, whose pickle only the Python"
+    return "1.bin` looks like a checkpoint of torch.save, whose pickle only the Python"
 
 
 def in_a_folder(folder):

@@ -322,7 +322,7 @@ def test_impossible_cached_headers_are_refused(nginx):
         opened([(uri, len(first) - 1, etag, modified, headers, first)])
     with pytest.raises(tensorizer.TruncatedError):
         opened([(uri, len(first) + 1, etag, modified, headers, first)])
-    with pytest.raises(tensorizer.FormatError, match="is empty"):
+    with pytest.raises(tensorizer.FormatError, match="an empty file"):
         opened([(uri, 0, etag, modified, headers, b"")])
     with pytest.raises(tensorizer.FormatError):
         opened([(uri, size, etag, modified, headers, b"\xff" * len(first))])

@@ -375,9 +375,12 @@ def test_the_bar_of_a_load_that_is_left_early_is_closed(way, monkeypatch, folder
 
 
 @pytest.mark.parametrize("command", ["load", "verify", "cp", "cp to safetensors", "cp to redis"])
-def test_the_bar_of_a_command_moves(command, monkeypatch, folder, tmp_path, request):
+def test_the_bar_of_a_command_moves(command, monkeypatch, nginx, tmp_path, request):
     from tensorizer_cli.main import main
 
+    # The server sends 4 MB/s on each connection, which leaves time to draw.
+    parts = {f"t{number}": torch.full((MB // 4,), float(number)) for number in range(16)}
+    tensorizer.save(parts, nginx.root / "moves.tensors")
     monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0)
     target = [str(tmp_path / f"copy.{command.rpartition(' ')[2]}")] if "cp" in command else []
     if command.endswith("redis"):
@@ -386,7 +389,7 @@ def test_the_bar_of_a_command_moves(command, monkeypatch, folder, tmp_path, requ
         target = [f"{server.address}/moves"]
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    assert main([command.split()[0], str(folder / "f.tensors"), *target]) == 0
+    assert main([command.split()[0], f"{nginx.http}/slow/moves.tensors", *target]) == 0
     shares = [int(share) for share in re.findall(r"(\d+)% ", shown.getvalue())]
     assert shares == sorted(shares) and shares[-1] == 100
     assert any(share < 100 for share in shares)
