@@ -1,6 +1,6 @@
 """Brings models into the cache of this machine, then becomes the server.
 
-python start.py [--verify] [--check DEVICE] ADDRESS... [-- COMMAND...]
+python start.py [--verify-hash] [--check DEVICE] ADDRESS... [-- COMMAND...]
 
 Without a command it ends, as an init container does. What the cache has already is not fetched
 again. The folder is that of TENSORIZER_CACHE.
@@ -46,15 +46,17 @@ def main() -> None:
     if "--" in arguments:
         at = arguments.index("--")
         arguments, command = arguments[:at], arguments[at + 1 :]
-    parser = argparse.ArgumentParser(usage="start.py [--verify] [--check DEVICE] ADDRESS... -- ...")
+    parser = argparse.ArgumentParser(usage="start.py [options] ADDRESS... -- ...")
     parser.add_argument("addresses", nargs="+")
-    parser.add_argument("--verify", action="store_true", help="compare all bytes with their hashes")
+    parser.add_argument(
+        "--verify-hash", action="store_true", help="compare all bytes with their hashes"
+    )
     parser.add_argument("--check", metavar="DEVICE", help="see whether the models fit there")
     options = parser.parse_args(arguments)
     if not os.environ.get("TENSORIZER_CACHE"):
         parser.error("TENSORIZER_CACHE names no folder: nothing would be kept")
     for address in options.addresses:
-        fetch(address, options.verify)
+        fetch(address, options.verify_hash)
         check_cache(address)
     if options.check:
         # All at once, as the server will have them; gone before it starts.

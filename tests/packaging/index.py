@@ -6,9 +6,11 @@ import urllib.parse
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-folder.mkdir(exist_ok=True)
+wheels = sorted(folder.glob("*.whl"))
+if not wheels:
+    sys.exit(f"no wheels in {folder}")
 lines = ["<!DOCTYPE html>", "<title>Wheels of tensorizer</title>"]
-for wheel in sorted(folder.glob("*.whl")):
+for wheel in wheels:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     address = f"{urllib.parse.quote(wheel.name)}#sha256={digest}"
     lines.append(f'<a href="{address}">{wheel.name}</a><br>')

@@ -49,7 +49,6 @@ sed -i "s/^name = \"tensorizer\"/name = \"$name\"/" "$tree/pyproject.toml"
 [ -z "$URL" ] || printf '\n[project.urls]\nHomepage = "%s"\n' "$URL" >>"$tree/pyproject.toml"
 pack "$tree" dist
 sdist=$(echo "$PWD/dist/$file"-*.tar.gz)
-glibc=$(getconf GNU_LIBC_VERSION | tr -d -c '0-9.' | tr . _)
 
 for minor in "$@"; do
   with_torch=$PWD/.venv
@@ -63,10 +62,10 @@ for minor in "$@"; do
   [ "$from" = archive ] || build=("$tools/bin/python" -m pip wheel --no-build-isolation .)
   TENSORIZER_TORCH=$("$with_torch/bin/python" -c "import torch; print(torch.__path__[0])") \
     TENSORIZER_WHEEL_FOR=$minor "${build[@]}" --quiet --no-deps --wheel-dir "$work/$minor"
-  # torch's libraries stay torch's: there is one of each in a process, and _C finds them by rpath.
+  # The name gets the oldest glibc that will do. torch's libraries stay torch's: there is one of each
+  # in a process, and _C finds them by rpath.
   PATH="$tools/bin:$PATH" "$tools/bin/auditwheel" repair --wheel-dir dist \
-    --plat "manylinux_${glibc}_$(uname -m)" --exclude 'libtorch*.so' --exclude 'libc10*.so' \
-    "$work/$minor"/*.whl
+    --exclude 'libtorch*.so' --exclude 'libc10*.so' "$work/$minor"/*.whl
   wheel=$(echo "$PWD/dist/$file"-*+torch"$minor"-*.whl)
   "$tools/bin/twine" check --strict "$wheel" "$sdist"
   "$python" tests/packaging/contents.py "$wheel" "$sdist"

@@ -128,16 +128,21 @@ def test_the_matrix_has_the_minors_that_are_supported():
 
 
 def test_the_release_is_of_this_version(tmp_path):
-    """A tag of another version publishes nothing."""
+    """A tag of another version publishes nothing, and neither does a folder without wheels."""
     program = tmp_path / "gh"
     program.write_text('#!/bin/sh\necho "$@" >>"$CALLS"\n')
     program.chmod(0o755)
     calls = tmp_path / "calls"
     path = f"{tmp_path}:{os.environ['PATH']}"
-    for tag, published in (("v0.0.1", False), (f"v{tensorizer.__version__}", True)):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/tensorizer.whl").touch()
+    this = f"v{tensorizer.__version__}"
+    cases = (("v0.0.1", "dist", False), (this, "empty", False), (this, "dist", True))
+    for tag, folder, published in cases:
         environment = {**os.environ, "PATH": path, "CALLS": str(calls), "TAG": tag}
         command = ["make", "--silent", "publish"]
-        command += [f"PYTHON={sys.executable}", f"DIST={tmp_path / 'dist'}"]
+        command += [f"PYTHON={sys.executable}", f"DIST={tmp_path / folder}"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
         assert (done.returncode == 0, calls.exists()) == (published, published)
     assert calls.read_text().startswith(f"release create v{tensorizer.__version__} --verify-tag")
@@ -254,7 +259,7 @@ def start(*arguments, **variables):
 
 def test_a_start_fills_the_cache_and_becomes_the_server(address, nginx, tmp_path):
     cache, port = tmp_path / "cache", free_port()
-    done = start("--verify", address, TENSORIZER_CACHE=str(cache))
+    done = start("--verify-hash", address, TENSORIZER_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f"{address}: 0.02 GB in ")
     sent = nginx.sent("m.tensors")

@@ -128,7 +128,9 @@ def test_shards_of_other_formats(folder, kind):
     elif kind == "zip":
         torch.save({"b": torch.ones(3)}, shard)
         path = write_index(folder, {"a": "1.safetensors", "b": shard.name})
-        refused_shards(path, "files of several formats|looks like a checkpoint of torch.save", names=path)
+        refused_shards(
+            path, "files of several formats|looks like a checkpoint of torch.save", names=path
+        )
         return
     elif kind != "itself":
         shard.write_text({"empty": "", "text": "hello", "page": "<html></html>"}[kind])

@@ -115,6 +115,11 @@ def by_iterate(address):
     return tensor
 
 
+def by_names(address):
+    with TensorDeserializer(address, "cpu", names=["t7"]) as file:
+        return file["t7"].detach()
+
+
 def by_deserializer(address):
     with TensorDeserializer(address, "cpu", lazy_load=True) as file:
         first = file["t7"]
@@ -127,7 +132,7 @@ def by_safe_open(address):
         return file.get_tensor("t7")
 
 
-@pytest.mark.parametrize("call", [by_load, by_iterate, by_deserializer, by_safe_open])
+@pytest.mark.parametrize("call", [by_load, by_iterate, by_names, by_deserializer, by_safe_open])
 def test_one_tensor_opens_its_own_shard(server, call):
     assert torch.equal(call(server.address), torch.full((50_000,), 7.0))
     assert {path for path, _ in server.requests} == {INDEX, shard(7)}

@@ -244,7 +244,7 @@ def test_arguments_for_the_hub_are_refused(tmp_path, monkeypatch):
         with pytest.raises(TypeError, match="use_safetensors=False is not supported"):
             call(tmp_path, use_safetensors=False)
         with pytest.raises(OSError, match=r"no config\.json|no tokenizer|no processor"):
-            call(tmp_path, local_files_only=True, use_safetensors=True)
+            call(tmp_path, local_files_only=True, use_safetensors=True, weights_only=True)
     with pytest.raises(TypeError, match="expected a class of transformers or diffusers"):
         from_pretrained(tmp_path, torch.nn.Linear, config={})
     with pytest.raises(ValueError, match="expected a variant such as 'fp16', found '../x'"):

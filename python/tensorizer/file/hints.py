@@ -24,6 +24,7 @@ _DTYPES = {
 }
 #: Names of options in other libraries, and in functions of the old package, and ours for each.
 _OPTIONS = {
+    "address": "uri",
     "buffer_size": "buffer_bytes",
     "cache": "cache_dir",
     "copy": "clone",
@@ -32,6 +33,7 @@ _OPTIONS = {
     "filename": "uri",
     "filter": "filter_func",
     "keys": "names",
+    "limit_cpu_concurrency": "num_readers",
     "map_location": "device",
     "max_workers": "num_readers",
     "num_threads": "num_readers",
@@ -39,6 +41,7 @@ _OPTIONS = {
     "path": "uri",
     "path_uri": "uri",
     "process_group": "group",
+    "readers": "num_readers",
     "show_progress": "progress",
     "tensor_names": "names",
     "threads": "num_readers",
@@ -89,7 +92,7 @@ def of_dtype(dtype: object) -> str:
 
 def of_option(name: str, known: Collection[str]) -> str:
     """Return a hint about an option that is not known."""
-    close = difflib.get_close_matches(name, sorted(known), 1)
+    close = [] if name in _OPTIONS else difflib.get_close_matches(name, sorted(known), 1)
     return of_other_library(name, known) or (f"; did you mean {close[0]!r}?" if close else "")
 
 

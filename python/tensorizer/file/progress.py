@@ -128,8 +128,8 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
 def _bar(*, grows: bool) -> Bar | None:
     """Return a bar for a notebook or the terminal; None without either."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if hasattr(shell, "kernel"):
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
         try:
             from tqdm.auto import tqdm
         except ImportError:

@@ -112,6 +112,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             file_obj,
             dtype=dtype,
             progress=reporter if progress else None,
+            wanted=self._names,
             lazily=lazy_load and not self._is_part and not options.get("verify_hash"),
             closes_stream=True,
             **options,

@@ -237,6 +237,8 @@ def refuse_hub_arguments(folder: ModelFolder, kwargs: dict[str, Any]) -> None:
         raise TypeError(
             "use_safetensors=False is not supported: pass the address of the file of weights"
         )
+    if kwargs.get("weights_only") is True:
+        del kwargs["weights_only"]
     local_only = kwargs.pop("local_files_only", False)
     if local_only and folder.path is None and not (folder.is_of_hub and hub_is_offline()):
         raise TypeError(
