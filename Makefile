@@ -198,7 +198,7 @@ docs: $(STAMPS)/docs
 	@! grep -rE '<(script|link|img)[^>]+(src|href)="?(https?:)?//' build/docs --include='*.html'
 
 docs-serve: $(STAMPS)/docs
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 URL="$(URL)" $(DOCS)/bin/mkdocs serve
 
 # BENCH has patterns of cases and options: make bench BENCH="tensors/* --record". Cases of clouds need
 # make $(STAMPS)/bench-clouds first; BENCHMARK_S3FS=FOLDER has s3fs for torch's FsspecWriter, from

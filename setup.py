@@ -230,7 +230,7 @@ def write_notices() -> None:
 
 def inventory() -> dict[str, Any]:
     """Return the linked packages in the form of CycloneDX 1.6."""
-    rows = [("tensorizer", cargo_version(), "MIT", "pypi")]
+    rows = [("tensorizer", cargo_version(), "MIT", "generic")]
     for package in linked_packages():
         rows.append((package["name"], package["version"], package["license"], "cargo"))
         found = re.search(r"AC_INIT\(\[libsodium\],\[(.+?)\]", libsodium(package, "configure.ac"))

@@ -11,12 +11,16 @@ import hashlib
 import re
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 #: A file that every release of the old package has, and no release of this one.
 _OLD = "_version.py"
 _REPAIR = (
-    "run `pip uninstall -y tensorizer` until it finds none, remove the folder {folder}, and "
-    "install one of them again"
+    "run `pip uninstall -y {names}` until it finds none, remove the folder {folder}, and install "
+    "one of them again"
 )
 
 
@@ -32,8 +36,11 @@ def _check(folder: Path) -> None:
         return
     found = re.search(r"\d+\.[\w.]+", old.read_text(errors="replace"))
     version = found[0] if found else "2"
-    repair = _REPAIR.format(folder=folder)
-    replaced = _replaced(folder)
+    ours = _ours(folder)
+    # This package may have been given another name.
+    names = "tensorizer" if ours is None else " ".join({"tensorizer", ours.name})
+    repair = _REPAIR.format(names=names, folder=folder)
+    replaced = [] if ours is None else _replaced(folder, ours)
     if replaced:
         raise ImportError(
             f"tensorizer {version} was installed over this package, without removing it, and has "
@@ -47,18 +54,23 @@ def _check(folder: Path) -> None:
     )
 
 
-def _replaced(folder: Path) -> list[str]:
-    """Return the modules that differ from the hashes recorded at installation."""
+def _ours(folder: Path) -> Distribution | None:
+    """Return the distribution that installed this package; None if it is not known."""
     # Imported here because it takes longer than all the rest.
     from importlib.metadata import distributions
 
     for distribution in distributions(path=[str(folder.parent)]):
-        ours = [file for file in distribution.files or [] if file.suffix == ".py" and file.hash]
-        if "tensorizer/_native.py" in map(str, ours):
-            hashes = {folder.parent / file: file.hash for file in ours}
-            there = [path for path in hashes if path.is_file()]
-            return [one.name for one in there if getattr(hashes[one], "value", "") != _sha256(one)]
-    return []
+        if "tensorizer/_native.py" in map(str, distribution.files or []):
+            return distribution
+    return None
+
+
+def _replaced(folder: Path, ours: Distribution) -> list[str]:
+    """Return the modules that differ from the hashes recorded at installation."""
+    recorded = [file for file in ours.files or [] if file.suffix == ".py" and file.hash]
+    hashes = {folder.parent / file: file.hash for file in recorded}
+    there = [path for path in hashes if path.is_file()]
+    return [one.name for one in there if getattr(hashes[one], "value", "") != _sha256(one)]
 
 
 def _sha256(path: Path) -> str:

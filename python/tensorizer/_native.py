@@ -16,10 +16,10 @@ except ImportError as missing:
 _found = ".".join(torch.__version__.split(".")[:2])
 if _found != TORCH_MINOR:
     raise ImportError(
-        f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}: "
-        f"install its wheel for this torch, *+torch{_found}-*.whl, or build it again with "
-        "`pip install --force-reinstall --no-deps .` in its source folder. It is made for torch "
-        f"{TORCH_MINORS}."
+        f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}. "
+        f"It is made for torch {TORCH_MINORS}: for one of these, install the wheel of that minor "
+        f"version, such as *+torch{TORCH_MINOR}-*.whl, or build it again with "
+        "`pip install --force-reinstall --no-deps .` in its source folder."
     )
 
 if ".abi3.so" not in EXTENSION_SUFFIXES:

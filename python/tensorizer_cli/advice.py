@@ -61,8 +61,8 @@ def advice(
         "(load(out=...)) spare that"
         + ("" if huge_pages else ", and so do huge pages (transparent_hugepage=madvise)"),
         "decrypt": "decryption; it runs on each reader's core, so that more cores would help",
-        "hash": "comparison with hashes; verify_hash='crc32' costs less, and none is needed where "
-        "the file was verified before",
+        "hash": "comparison with hashes; in Python, verify_hash='crc32' costs less; none is needed "
+        "where the file was verified before",
         "memory": "the device takes the bytes no faster than this; more staging memory "
         "(TENSORIZER_PINNED_MB) helps only where copies come in bursts",
         "copy": "the bus to the device; more readers would not help",

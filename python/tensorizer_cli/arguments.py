@@ -7,7 +7,7 @@ import difflib
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,8 @@ COMMANDS = {
     "keygen": ("local", "key"),
     "completion": ("local", ""),
 }
+#: What other programs call a command.
+_OTHER_COMMANDS = {"convert": "cp", "copy": "cp", "list": "ls", "show": "info", "help": "--help"}
 #: Texts of the commands' helps: the purpose, an empty line, and the end with examples.
 _HELP = Path(__file__).with_name("help")
 #: Commands that read tensors, and those of them that copy a file.
@@ -102,6 +104,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if not arguments:
             parser.print_help()
             raise SystemExit(0)
+        first = arguments[0]
+        if first not in (*commands, "-h", "--help", "--version"):
+            meant = _OTHER_COMMANDS.get(first) or _close(first, [*commands, "--help", "--version"])
+            parser.error(f"unknown: {first}" + (f" (did you mean {meant}?)" if meant else ""))
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
             # The parser of the command shows its own usage.
@@ -117,10 +123,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def _unknown(arguments: list[str], command: argparse.ArgumentParser) -> str:
     """Return the message for arguments that a command does not take."""
     wrong = [one for one in arguments if one.startswith("-")] or arguments
-    close = difflib.get_close_matches(
-        wrong[0].partition("=")[0], command._option_string_actions, 1, 0.7
-    )
-    return f"unknown: {' '.join(wrong)}" + (f" (did you mean {close[0]}?)" if close else "")
+    close = _close(wrong[0].partition("=")[0], command._option_string_actions)
+    return f"unknown: {' '.join(wrong)}" + (f" (did you mean {close}?)" if close else "")
+
+
+def _close(word: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, list(known), 1, 0.7)), None)
 
 
 def _number(least: int, most: int, kind: str = "whole number") -> Callable[[str], int]:

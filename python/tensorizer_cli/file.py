@@ -34,6 +34,8 @@ from .parts import below
 
 #: Errors that mean that a file or a tensor is not as it was written.
 DAMAGES = (HashMismatchError, CryptographyError, FormatError)
+#: Stores without folders, whose addresses need no slash at their end.
+_STORES = ("s3://", "gs://", "az://")
 #: Bytes of tensors that are held at a time.
 _BATCH_BYTES = 256 << 20
 
@@ -103,8 +105,11 @@ def checkpoint_folder(file: str) -> str | None:
     """Return the path or address of the folder of a checkpoint; None for another file."""
     path = local_path(file)
     if path is None:
-        is_folder = file.endswith("/") and not file.endswith("//")
-        return file if is_folder and is_there(file + CHECKPOINT, PermissionError) else None
+        folder = file
+        if file.startswith(_STORES) and "." not in file.rpartition("/")[2]:
+            folder = f"{file.rstrip('/')}/"
+        is_folder = folder.endswith("/") and not folder.endswith("//")
+        return folder if is_folder and is_there(folder + CHECKPOINT, PermissionError) else None
     return path if (Path(path) / CHECKPOINT).is_file() else None
 
 

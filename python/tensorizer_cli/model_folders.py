@@ -22,9 +22,12 @@ from .targets import STREAM
 WEIGHTS = "model.tensors"
 #: The beginnings of names that are never folders of models.
 _NO_FOLDERS = ("redis://", "rediss://", "/dev/", "/proc/")
+#: Files by which folders are recognised that are no model's.
+_OTHER_FOLDERS = {"adapter_config.json": "an adapter", "model_index.json": "a pipeline"}
 #: Options that concern the weights.
 _OF_WEIGHTS = (
-    *("alignment", "verify", "max_shard_size", "drop_metadata", "skip_objects"),
+    *("alignment", "verify", "max_shard_size", "drop_metadata", "skip_objects", "sha256", "sums"),
+    *("key", "require_manifest", "num_readers", "memory_limit"),
     *(name.replace("-", "_") for name in SECRETS),
 )
 
@@ -137,7 +140,15 @@ def whole_model(options: argparse.Namespace) -> ModelCopy | None:
     if local is not None and Path(local).is_file():
         return None
     source = ModelFolder(file)
-    if source.file is not None or not is_there(source.join(CONFIG), PermissionError):
+    if source.file is not None:
+        return None
+    if not is_there(source.join(CONFIG), PermissionError):
+        for name, kind in _OTHER_FOLDERS.items():
+            if is_there(source.join(name), PermissionError):
+                raise ValueError(
+                    f"{source.shown} is the folder of {kind} ({name}), which cp does not copy as a "
+                    "whole: copy its files one by one"
+                )
         return None
     check_tensors_name(target, allows_torch=False)
     model = ModelCopy(source, _folder(target))

@@ -84,8 +84,17 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let malformed = |what: String| Malformed::new(0, format!("the index of shards: {what}"));
     let json = json.strip_prefix(BYTE_ORDER_MARK).unwrap_or(json);
     let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
-    let raw: RawShardMap =
-        serde_json::from_str(text).map_err(|e| malformed(Shortened(&e.to_string()).to_string()))?;
+    let raw: RawShardMap = serde_json::from_str(text).map_err(|e| {
+        let what = e.to_string();
+        if what.starts_with("missing field") {
+            let text = Shortened(text.trim());
+            return Malformed::new(
+                0,
+                format!("JSON without `weight_map`, no index of shards: {text}"),
+            );
+        }
+        malformed(Shortened(&what).to_string())
+    })?;
     let names: BTreeSet<&String> = raw.weight_map.0.values().collect();
     for name in &names {
         if let Some(what) = name_problem(name) {

@@ -46,7 +46,11 @@ pack . "$work"
 tar --extract --file "$work"/tensorizer-*.tar.gz --directory "$work"
 tree=$(echo "$work"/tensorizer-*/)
 sed -i "s/^name = \"tensorizer\"/name = \"$name\"/" "$tree/pyproject.toml"
-[ -z "$URL" ] || printf '\n[project.urls]\nHomepage = "%s"\n' "$URL" >>"$tree/pyproject.toml"
+if [ -n "$URL" ]; then
+  printf '\n[project.urls]\nHomepage = "%s"\n' "$URL" >>"$tree/pyproject.toml"
+  # The index of packages shows the README without the other pages.
+  sed -i "s|](\([^:)#]\+[):#]\)|]($URL/blob/v$(basename "$tree" | cut -d - -f 2)/\1|g" "$tree/README.md"
+fi
 pack "$tree" dist
 sdist=$(echo "$PWD/dist/$file"-*.tar.gz)
 

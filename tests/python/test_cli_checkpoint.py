@@ -53,6 +53,15 @@ def test_a_folder_by_its_address(tmp_path):
     assert run("diff", tmp_path / "one.tensors", address + "/") == 0
 
 
+def test_a_folder_of_a_bucket_needs_no_slash(moto, tmp_path, monkeypatch):
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
+    save("s3://bucket/steps/check")
+    for address in ("s3://bucket/steps/check", "s3://bucket/steps/check/"):
+        assert run("cp", address, tmp_path / "one.tensors") == 0
+        assert run("diff", tmp_path / "one.tensors", address) == 0
+
+
 def test_more_files_than_may_be_open(tmp_path):
     # Each of many ranks has a row of one tensor; two ranks have a further tensor each.
     ranks, folder = 300, tmp_path / "checkpoint"

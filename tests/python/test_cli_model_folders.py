@@ -111,7 +111,19 @@ def test_mistakes(model, tmp_path, capsys):
             (str(model), str(tmp_path / "x"), "--max-shard-size", "5GiB"),
             "--no-weights and --max-shard-size exclude each other",
         ),
+        (
+            (str(model), str(tmp_path / "x"), "--sha256", "0" * 64),
+            "--no-weights and --sha256 exclude each other",
+        ),
     ]:
         assert main(["cp", "--no-weights", *arguments]) == 2
         assert said in capsys.readouterr().err
         assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "model_index.json"])
+def test_other_folders_are_not_copied_as_a_file(tmp_path, capsys, name):
+    (tmp_path / name).write_text("{}")
+    assert main(["cp", str(tmp_path), str(tmp_path / "x")]) == 2
+    assert f"({name}), which cp does not copy as a whole" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

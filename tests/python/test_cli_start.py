@@ -91,6 +91,19 @@ def test_a_wrong_option_shows_the_usage_of_its_command(command):
     assert command("load", "--report", "a").stderr.endswith("unknown: --report\n")
 
 
+def test_a_wrong_command_is_named(command):
+    for word, meant in (
+        ("convert", "cp"),
+        ("lost", None),
+        ("verfy", "verify"),
+        ("--versio", "--version"),
+    ):
+        done = command(word, "a", "b")
+        assert done.returncode == 2 and "usage: tensorizer" in done.stderr
+        ending = f" (did you mean {meant}?)" if meant else ""
+        assert done.stderr.endswith(f"unknown: {word}{ending}\n")
+
+
 def test_the_version(command):
     minor = ".".join(torch.__version__.split(".")[:2])
     assert command("--version").stdout == f"tensorizer {tensorizer.__version__} for torch {minor}\n"

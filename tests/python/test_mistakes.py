@@ -254,10 +254,15 @@ def test_options_of_other_libraries_get_the_name_that_is_right_here(files):
                 with pytest.raises(TypeError, match=f"{name}'; it is called {ours!r} here"):
                     call("m.tensors", **{name: 1})
         for name, way in hints._OTHER_WAYS.items():
+            if name in known:
+                continue
             with pytest.raises(TypeError, match=f"{name}'; {re.escape(way)}"):
                 call("m.tensors", **{name: 1})
     with pytest.raises(TypeError, match="'num_reader'; did you mean 'num_readers'"):
         tensorizer.load("m.tensors", num_reader=1)
+    # What is far from every name gets none.
+    with pytest.raises(TypeError, match="'proxies'$"):
+        tensorizer.load("m.tensors", proxies=1)
 
 
 def test_writers_and_models_name_the_option_that_is_right_there(files, tmp_path):

@@ -191,6 +191,7 @@ MALFORMED = {
     "nothing more": ("{", "EOF"),
     "an empty object": ("{}", "weight_map"),
     "no map": ('{"metadata":{}}', "weight_map"),
+    "a message": ('{"error":"not found"}', 'no index of shards: .*"not found"'),
     "a map of null": ('{"weight_map":null}', "expected an object of strings"),
     "a map of a list": ('{"weight_map":[["a","1.safetensors"]]}', "expected an object of strings"),
     "an empty map": ('{"weight_map":{}}', "it names no tensors"),

@@ -27,11 +27,14 @@ _OPTIONS = {
     "address": "uri",
     "buffer_size": "buffer_bytes",
     "cache": "cache_dir",
+    "checksum": "verify_hash",
+    "concurrency": "num_readers",
     "copy": "clone",
     "destination": "uri",
     "file_obj": "uri",
     "filename": "uri",
     "filter": "filter_func",
+    "hashes": "verify_hash",
     "keys": "names",
     "limit_cpu_concurrency": "num_readers",
     "map_location": "device",
@@ -40,9 +43,12 @@ _OPTIONS = {
     "num_workers": "num_readers",
     "path": "uri",
     "path_uri": "uri",
+    "pretrained_model_name_or_path": "uri",
     "process_group": "group",
     "readers": "num_readers",
+    "progress_bar": "progress",
     "show_progress": "progress",
+    "state_dict": "tensors",
     "tensor_names": "names",
     "threads": "num_readers",
     "torch_dtype": "dtype",
@@ -52,15 +58,25 @@ _OPTIONS = {
 }
 #: Other names of these options: in the classes of the old package, and where files are written.
 _ALSO = {"uri": "file_obj", "num_readers": "limit_cpu_concurrency"}
+_KEYS = "encryption= takes the key of an encrypted file"
+_ADDRESS = "the address says it, as in hf://org/repo@revision"
 #: What does the same as options of other libraries that have no option here.
 _OTHER_WAYS = {
     "framework": "tensors are always those of torch",
-    "key": "names= chooses tensors, and encryption= takes keys of encrypted files",
-    "pickle_module": "nothing in a file is run",
+    "key": _KEYS,
+    "lazy_load": "TensorDeserializer has it",
+    "local_files_only": "with HF_HUB_OFFLINE=1, the hub is not asked",
+    "passphrase": _KEYS,
+    "password": _KEYS,
+    "pickle_module": "no pickle of a file is run",
+    "plaid_mode": "it is always on",
     "retries": "TENSORIZER_ATTEMPTS sets the tries of a request",
+    "revision": _ADDRESS,
     "strict": "TensorDeserializer.load_into_module() has strict=",
     "token": "HF_TOKEN is read for hf:// addresses, and headers= goes with requests to others",
-    "weights_only": "nothing in a file is run",
+    "use_auth_token": "HF_TOKEN is read for hf:// addresses",
+    "use_safetensors": "the content of a file says its format",
+    "weights_only": "no pickle of a file is run",
 }
 #: The most names that are compared with a wrong one.
 _MOST_NAMES = 20_000
@@ -92,7 +108,7 @@ def of_dtype(dtype: object) -> str:
 
 def of_option(name: str, known: Collection[str]) -> str:
     """Return a hint about an option that is not known."""
-    close = [] if name in _OPTIONS else difflib.get_close_matches(name, sorted(known), 1)
+    close = [] if name in _OPTIONS else difflib.get_close_matches(name, sorted(known), 1, 0.75)
     return of_other_library(name, known) or (f"; did you mean {close[0]!r}?" if close else "")
 
 

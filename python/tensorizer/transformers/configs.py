@@ -245,12 +245,12 @@ def refuse_hub_arguments(folder: ModelFolder, kwargs: dict[str, Any]) -> None:
             f"local_files_only=True, and {folder.shown} is not local; with HF_HUB_OFFLINE=1, hf:// "
             "addresses are read from the hub's cache on this machine"
         )
-    wrong = sorted(_OF_THE_HUB & kwargs.keys())
-    if wrong:
-        raise TypeError(
-            f"{wrong[0]}= is not supported: the address says where the files are, as in "
-            "hf://org/repo@revision/folder, and the token comes from the environment"
-        )
+    for name in sorted(_OF_THE_HUB & kwargs.keys()):
+        if kwargs.pop(name) not in (None, False, ""):
+            raise TypeError(
+                f"{name}= is not supported: the address says which files are read, as in "
+                "hf://org/repo@revision/folder, and HF_TOKEN holds the token"
+            )
 
 
 def refusal(files: FetchedFiles, name: str, what: str, advice: str = "") -> OSError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from .._errors import FormatError
-from .._native import Call, check_wait, time_left
+from .._native import Call, check_wait, hub_is_offline, time_left
 from ..streams.open import open_stream
 from ..streams.remote import RemoteFile
 from .folders import ModelFolder
@@ -37,7 +37,7 @@ class FetchedFiles:
 
     Attributes:
         folder, path: The same.
-        refused: Errors of files that the server does not give out, by name.
+        refused: Errors of files that may be there, but were not given out, by name.
 
     """
 
@@ -46,7 +46,7 @@ class FetchedFiles:
     ) -> None:
         self.folder, self._headers = folder, headers
         self.path = path
-        self.refused: dict[str, PermissionError] = {}
+        self.refused: dict[str, OSError] = {}
         self._requested: set[str] = set()
 
     def fetch(self, names: Iterable[str]) -> None:
@@ -101,7 +101,10 @@ class FetchedFiles:
         bound = CONFIG_BYTES if name.endswith("config.json") else FILE_BYTES
         try:
             opened = open_stream(self.folder.join(name), headers=self._headers)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self.folder.is_of_hub and hub_is_offline():
+                # The hub may have it: the error says why it was not asked.
+                self.refused[name] = error
             return name, None
         except PermissionError as error:
             # Object stores answer 403 for a missing name to clients that may not list names.

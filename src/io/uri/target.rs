@@ -45,8 +45,8 @@ pub fn check_tensors_name(uri: &str, allows_torch: bool) -> Result<()> {
     }
     Err(Error::InvalidArgument(format!(
         "{name} would be a .tensors file, but .{ending} is the ending of another format, whose \
-         programs could not read it: end it with .tensors; or call tensorizer.save, with a name \
-         that ends with .safetensors or with format=; or call torch.save"
+         programs could not read it: end it with .tensors; or with .safetensors, which \
+         tensorizer.save and `tensorizer cp` write"
     )))
 }
 

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_int};
 use std::ptr;
 
 use super::driver::{self, Driver, ResultCode};
@@ -55,11 +55,10 @@ impl Context {
 
     /// Returns the device's PCI bus id, such as `0000:C1:00.0`.
     pub fn bus_id(&self) -> Option<String> {
-        let mut text: [c_char; 32] = [0; 32];
+        let mut text = [0_u8; 32];
         // SAFETY: writes a text with a zero at its end, of 32 bytes at most.
-        let code = unsafe { (self.driver.bus_id)(text.as_mut_ptr(), 32, self.device) };
-        let bytes: Vec<u8> = text.iter().map(|&byte| byte.cast_unsigned()).collect();
-        let text = CStr::from_bytes_until_nul(&bytes).ok()?.to_str().ok()?;
+        let code = unsafe { (self.driver.bus_id)(text.as_mut_ptr().cast(), 32, self.device) };
+        let text = CStr::from_bytes_until_nul(&text).ok()?.to_str().ok()?;
         (code == driver::SUCCESS).then(|| text.to_owned())
     }
 
