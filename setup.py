@@ -172,7 +172,7 @@ def strip_symbols(package: Path) -> None:
     Messages of panics name file and line without them; linking needs the dynamic symbols, which
     stay. Here and not by Cargo, which would compile everything anew.
     """
-    strip = shutil.which("strip")
+    strip = shutil.which(os.environ.get("STRIP", "strip"))
     for library in package.glob("tensorizer/**/*.so") if strip else ():
         subprocess.run([str(strip), "--strip-unneeded", str(library)], check=True)
 

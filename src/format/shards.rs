@@ -87,11 +87,10 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let raw: RawShardMap = serde_json::from_str(text).map_err(|e| {
         let what = e.to_string();
         if what.starts_with("missing field") {
-            let text = Shortened(text.trim());
-            return Malformed::new(
-                0,
-                format!("JSON without `weight_map`, no index of shards: {text}"),
-            );
+            let text = text.split_whitespace().take(20).collect::<Vec<_>>().join(" ");
+            let text = Shortened(&text);
+            let what = format!("JSON without `weight_map`, so no index of shards: {text}");
+            return Malformed::new(0, what);
         }
         malformed(Shortened(&what).to_string())
     })?;
