@@ -33,8 +33,8 @@ NEEDS = $(if $(wildcard $(STAMPS)/built),,$(eval MISSING := $(shell sh tests/pac
 # What can be compiled without torch is while that is fetched.
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
-.PHONY: demo test test-beside test-rust test-python test-pages test-cuda test-long test-rust-long test-flaky test-other-torch test-vllm test-frameworks check-aarch64 \
-  trust lint docs docs-serve packages bench bench-quick gpu gpu-toy build wheels \
+.PHONY: demo test test-beside test-rust test-python test-pages test-cuda test-long test-rust-long test-flaky test-other-torch test-vllm test-frameworks \
+  trust lint docs docs-serve packages bench bench-quick gpu gpu-toy build wheels wheels-aarch64 \
   wheels-manylinux torches release publish clean
 
 # DEMO=--old compares with the old package too, DEMO=--quick has a tiny model.
@@ -148,18 +148,6 @@ test-cuda: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	PYTHONPATH=tests/cuda sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest -p through_device $(AT_ONCE) 2 \
 	  -m "device and not host and not long" $$(grep -l mark.device tests/python/test_*.py)
 
-# Whether everything compiles for Linux on AArch64, C and C++ included: rustup target add
-# aarch64-unknown-linux-gnu; apt install g++-aarch64-linux-gnu. torch's headers are those of here.
-AARCH64 = aarch64_unknown_linux_gnu
-check-aarch64: $(STAMPS)/torch
-	@if ! [ -d "$$(rustc --print target-libdir --target $(subst _,-,$(AARCH64)))" ]; then \
-	  echo "skipped: Rust has no standard library for $(subst _,-,$(AARCH64)) here"; exit 0; fi; \
-	if ! command -v aarch64-linux-gnu-g++ >/dev/null; then \
-	  echo "skipped: there is no aarch64-linux-gnu-g++ here"; exit 0; fi; set -x; \
-	CC_$(AARCH64)=aarch64-linux-gnu-gcc CXX_$(AARCH64)=aarch64-linux-gnu-g++ PYO3_NO_PYTHON=1 \
-	  RUSTFLAGS="-D warnings" $(CARGO) check --workspace --all-targets \
-	  --target $(subst _,-,$(AARCH64))
-
 # What takes too long for every change; the output is the record in tests/long.txt.
 test-long: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	PYTHON=$(BIN)/python bash tests/long.sh
@@ -231,18 +219,21 @@ FROM ?= archive
 wheels: $(STAMPS)/torch
 	FROM=$(FROM) NAME="$(NAME)" URL="$(URL)" bash tests/packaging/wheels.sh $(PYTHON) $(TORCHES)
 
+# The same for AArch64, after `make wheels`.
+wheels-aarch64:
+	bash tests/packaging/cross.sh $(TORCHES)
+
 # The same in Docker, for glibc 2.28.
 wheels-manylinux:
 	docker build --file tests/packaging/Dockerfile.manylinux --build-arg TORCHES="$(TORCHES)" \
 	  --build-arg NAME="$(NAME)" --build-arg URL="$(URL)" --output dist .
 
 # A wheel for each minor of torch that csrc/build.rs has, and dist/index.html, by which pip finds them.
-# For AArch64 everything is compiled, and no wheel is made: torch's libraries are those of this machine.
 MINORS = $(shell sed -n 's/.*RangeInclusive<u32> = \([0-9]*\)\.\.=\([0-9]*\);/\1 \2/p' csrc/build.rs | xargs seq | sed 's/^/2./')
 release:
 	rm -rf dist
 	@$(MAKE) --no-print-directory wheels TORCHES="$(MINORS)"
-	@$(MAKE) --no-print-directory check-aarch64
+	@$(MAKE) --no-print-directory wheels-aarch64 TORCHES="$(MINORS)"
 
 # The minors as JSON, for .github/workflows/release.yml.
 torches:

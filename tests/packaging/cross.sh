@@ -27,8 +27,10 @@ for minor in "$@"; do
   "$python" -m zipfile -e "$work/$minor"/torch-*.whl "$work/$minor"
   TENSORIZER_TORCH=$work/$minor/torch TENSORIZER_WHEEL_FOR=$minor \
     "$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/built" dist/*.tar.gz
+  rm -f dist/*+torch"$minor"-*aarch64.whl
   PATH="${python%/*}:$PATH" auditwheel repair --wheel-dir dist \
     --exclude 'libtorch*.so' --exclude 'libc10*.so' "$work/built"/*+torch"$minor"-*.whl
+  "$python" tests/packaging/contents.py dist/*+torch"$minor"-*aarch64.whl dist/*.tar.gz
   rm -rf "${work:?}/$minor"
 done
 "$python" tests/packaging/index.py dist

@@ -21,6 +21,7 @@ from scripted import FaultServer, Forwarder
 from servers import Nginx
 from tensorizer import TensorDeserializer
 from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
+from tensorizer.streams.remote import RemoteFile
 
 ops = torch.ops.tensorizer
 
@@ -155,6 +156,8 @@ def test_failures_to_open_an_address_raise_the_fitting_error(nginx):
         open_stream("http://127.0.0.1:1/f")
     with pytest.raises(ValueError, match="is not an address"):
         open_stream("http://")
+    # The collector closes what could not be opened, too.
+    RemoteFile.__new__(RemoteFile).close()
     with pytest.raises(RuntimeError, match="404 Not Found"):
         ops.load(f"{nginx.http}/nothing")
 

@@ -121,7 +121,8 @@ class RemoteFile(io.BufferedIOBase):
 
     def close(self) -> None:
         """Close the stream. Closing again does nothing."""
-        if not self.closed:
+        # A stream that could not be opened, which the collector closes too, has no source.
+        if not self.closed and hasattr(self, "_source"):
             self._source.close()
             self._buffer = b""
         super().close()
