@@ -38,7 +38,7 @@ def _check(folder: Path) -> None:
     version = found[0] if found else "2"
     ours = _ours(folder)
     # This package may have been given another name.
-    names = "tensorizer" if ours is None else " ".join({"tensorizer", ours.name})
+    names = "tensorizer" if ours is None else " ".join(sorted({"tensorizer", ours.name}))
     repair = _REPAIR.format(names=names, folder=folder)
     replaced = [] if ours is None else _replaced(folder, ours)
     if replaced:
