@@ -228,7 +228,7 @@ def test_malformed(folder, case):
 def test_a_configuration_is_no_index(folder):
     config = {"architectures": ["X"], "hidden_size": 1}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    with pytest.raises(FormatError, match="weight_map.*no index of shards.*architectures.*config.json"):
+    with pytest.raises(FormatError, match="weight_map.*no index of shards.*config.json"):
         tensorizer.load(folder / "config.json", "cpu")
     (folder / "list.json").write_text("[1]")
     with pytest.raises(FormatError, match="no format that tensorizer reads"):
