@@ -176,8 +176,8 @@ lint: $(STAMPS)/built $(STAMPS)/lint
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/kubernetes-validate --strict --quiet examples/kubernetes/*.yaml
 
-# The documents as a site in build/docs, of which every link within it is there, and which asks no
-# other server for anything. The docstrings are read from the sources: nothing has to be built.
+# The documents as a site in build/docs, of which every link within it is there, and which needs no
+# other server (mkdocs.yml). The docstrings are read from the sources: nothing has to be built.
 DOCS := $(CURDIR)/.venv-docs
 docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 URL="$(URL)" $(DOCS)/bin/mkdocs build --quiet --strict

@@ -105,9 +105,10 @@ class BuildRust(build_rust):
         if not self.inplace:
             strip_symbols(package)
         oldest, newest = supported_minors()
+        minors = tuple(f"2.{number}" for number in range(oldest, newest + 1))
         (package / "tensorizer/_build.py").write_text(
             f'"""Written by the build."""\n\nTORCH_MINOR = "{minor}"\n'
-            f'TORCH_MINORS = "2.{oldest} to 2.{newest}"\nVERSION = "{cargo_version()}"\n'
+            f'TORCH_MINORS = {minors}\nVERSION = "{cargo_version()}"\n'
         )
         if not self.inplace and importlib.util.find_spec("shtab"):
             write_completions(package / "tensorizer_cli/completions")

@@ -303,13 +303,6 @@ const OTHERS: &[&str] = &[
     "TENSORIZER_WHEEL_FOR",
 ];
 
-/// Names of variables before 3.0.0, and those that they have.
-const RENAMED: &[(&str, &str)] = &[
-    ("TENSORIZER_CONNECTIONS", "TENSORIZER_NUM_READERS"),
-    ("TENSORIZER_MEMORY_MB", "TENSORIZER_MEMORY_LIMIT_MB"),
-    ("TENSORIZER_READERS", "TENSORIZER_NUM_READERS"),
-];
-
 /// Returns a warning about the variables `TENSORIZER_*` that are set and have no effect, such as
 /// misspelt ones; None if there are none.
 pub fn unknown_variables() -> Option<String> {
@@ -329,9 +322,6 @@ fn warning_of_unknown<'n>(set: impl Iterator<Item = &'n str>) -> Option<String> 
         .collect();
     unknown.sort_unstable();
     let described = unknown.iter().map(|name| {
-        if let Some((_, now)) = RENAMED.iter().find(|(before, _)| before == name) {
-            return format!("{name} (it is called {now})");
-        }
         let nearest = known.iter().min_by_key(|other| edits(name, other));
         match nearest.filter(|other| edits(name, other) <= MOST_EDITS) {
             Some(other) => format!("{name} (the nearest known name is {other})"),
@@ -393,9 +383,7 @@ mod tests {
         );
         assert!(said.contains("TENSORIZER_BUFFERED_LOADS,"), "{said}");
         // Another setting is no hint.
-        assert!(!warn(&["TENSORIZER_CONNECTORS"]).unwrap().contains("nearest"));
-        let said = warn(&["TENSORIZER_MEMORY_MB"]).unwrap();
-        assert!(said.contains("TENSORIZER_MEMORY_MB (it is called TENSORIZER_MEMORY_LIMIT_MB)"));
+        assert!(!warn(&["TENSORIZER_CONNECTIONS"]).unwrap().contains("nearest"));
         let known =
             ["TENSORIZER_NUM_READERS", "TENSORIZER_CACHE", "TENSORIZER_TORCH", "tensorizer_x"];
         assert_eq!(warn(&known), None);

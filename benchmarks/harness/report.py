@@ -203,15 +203,15 @@ def decisions(root: Path) -> str:
     return "\n".join(lines)
 
 
-def cell(row: Row | None, ours: Row) -> str:
-    """Return a cell of the README: the ratio to ours, the range in seconds, and the engine."""
+def cell(row: Row | None, ours: Row, column: str = "") -> str:
+    """Return a cell of the README: the ratio, the range, and an engine unlike its column."""
     if row is None:
         return "-"
     ends = f"{row['min']:.2f} to {row['max']:.2f} s"
     if row is ours:
         return ends
-    is_column = row["engine"] in ("safetensors", "tensorizer 2.12.1")
-    name, ratio = "" if is_column else f", {row['engine']}", row["median"] / ours["median"]
+    name = "" if row["engine"] == column else f", {row['engine']}"
+    ratio = row["median"] / ours["median"]
     return f"**{ratio:.{1 if ratio >= 1.05 else 2}f}x** ({ends}{name})"
 
 
@@ -233,7 +233,8 @@ def short(root: Path) -> str:
         safe = next((row for row in peers if row["engine"].startswith("safetensors")), None)
         rest = [row for row in peers if row is not old and row is not safe]
         fastest = min(rest, key=lambda row: row["median"], default=None)
-        cells = [cell(ours, ours), cell(old, ours), cell(safe, ours), cell(fastest, ours)]
+        cells = [cell(ours, ours), cell(old, ours, "tensorizer 2.12.1"),
+                 cell(safe, ours, "safetensors"), cell(fastest, ours)]  # fmt: skip
         rounds = sorted({row["n"] for row in (ours, old, safe, fastest) if row is not None})
         lines.append(f"| {what} | {' | '.join(cells)} | {' or '.join(map(str, rounds))} |")
     models = "A model of 2.2 GB in 201 tensors; for transformers, a Llama of 1.08 GB."

@@ -15,11 +15,15 @@ except ImportError as missing:
 
 _found = ".".join(torch.__version__.split(".")[:2])
 if _found != TORCH_MINOR:
+    _advice = (
+        f"install its wheel for this torch, *+torch{_found}-*.whl, or build it again with "
+        "`pip install --force-reinstall --no-deps .` in its source folder"
+        if _found in TORCH_MINORS
+        else "there is no wheel for this torch: install another one"
+    )
     raise ImportError(
-        f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}. "
-        f"It is made for torch {TORCH_MINORS}: for one of these, install the wheel of that minor "
-        f"version, such as *+torch{TORCH_MINOR}-*.whl, or build it again with "
-        "`pip install --force-reinstall --no-deps .` in its source folder."
+        f"tensorizer was built against torch {TORCH_MINOR}, and this is torch {torch.__version__}: "
+        f"{_advice}. It is made for torch {TORCH_MINORS[0]} to {TORCH_MINORS[-1]}."
     )
 
 if ".abi3.so" not in EXTENSION_SUFFIXES:

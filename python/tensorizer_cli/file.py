@@ -105,9 +105,9 @@ def checkpoint_folder(file: str) -> str | None:
     """Return the path or address of the folder of a checkpoint; None for another file."""
     path = local_path(file)
     if path is None:
-        folder = file
-        if file.startswith(_STORES) and "." not in file.rpartition("/")[2]:
-            folder = f"{file.rstrip('/')}/"
+        name = file.rpartition("/")[2]
+        may_be_folder = name and "." not in name and file.startswith(_STORES)
+        folder = f"{file}/" if may_be_folder else file
         is_folder = folder.endswith("/") and not folder.endswith("//")
         return folder if is_folder and is_there(folder + CHECKPOINT, PermissionError) else None
     return path if (Path(path) / CHECKPOINT).is_file() else None

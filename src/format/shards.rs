@@ -87,9 +87,12 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let raw: RawShardMap = serde_json::from_str(text).map_err(|e| {
         let what = e.to_string();
         if what.starts_with("missing field") {
-            let text = text.split_whitespace().take(20).collect::<Vec<_>>().join(" ");
-            let text = Shortened(&text);
-            let what = format!("JSON without `weight_map`, so no index of shards: {text}");
+            let beginning: String =
+                text.chars().filter(|one| !one.is_control()).take(100).collect();
+            let what = format!(
+                "JSON without `weight_map`, so no index of shards: {}",
+                Shortened(&beginning)
+            );
             return Malformed::new(0, what);
         }
         malformed(Shortened(&what).to_string())

@@ -59,6 +59,10 @@ fields = {
     )
 }
 url = os.environ.get("URL")
+if url:
+    assert not re.search(r"\]\((?!https:|#)", member("METADATA")), (
+        "a link of the README leads nowhere"
+    )
 assert fields["Project-URL"] == ([f"Project-URL: Homepage, {url}"] if url else [])
 assert fields["Requires-Python"] == ["Requires-Python: >=3.10"]
 assert {f"Classifier: Programming Language :: Python :: 3.{n}" for n in range(10, 15)} <= {

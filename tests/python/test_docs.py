@@ -101,7 +101,7 @@ def test_examples_that_run_elsewhere():
     }
     assert titles == set(ELSEWHERE)
     for title, test in ELSEWHERE.items():
-        assert f'"{title}"' in (ROOT / "tests/python" / test).read_text()
+        assert f'title="{title}"' in (ROOT / "tests/python" / test).read_text()
     for page in PAGES:
         every = re.findall(r"^ *```python.*$", page.read_text(), re.MULTILINE)
         here = [line for line in every if line == "```python" or "title=" in line]

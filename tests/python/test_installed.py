@@ -117,6 +117,11 @@ def test_ours_over_the_old_package(wheels, site):
     assert (
         "<string>:1: RuntimeWarning: files of tensorizer 2.10.1 are mixed with those" in done.stderr
     )
+    assert "run `pip uninstall -y tensorizer` until" in done.stderr
+    # A wheel of this package that was given another name.
+    (about,) = site.glob(f"tensorizer-{tensorizer.__version__}*/METADATA")
+    about.write_text(about.read_text().replace("Name: tensorizer", "Name: acme"))
+    assert "run `pip uninstall -y acme tensorizer` until" in run(site).stderr
 
 
 def test_the_old_package_over_ours(wheels, site):

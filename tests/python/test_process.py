@@ -175,9 +175,11 @@ def test_another_torch_than_the_one_built_against():
     last = done.stderr.strip().splitlines()[-1]
     minor = ".".join(torch.__version__.split(".")[:2])
     assert last.startswith(f"ImportError: tensorizer was built against torch {minor}, and this is")
-    assert "this is torch 2.10.1+cpu. It is made for torch 2.10 to 2.15: for one of" in last
-    assert f"the wheel of that minor version, such as *+torch{minor}-*.whl" in last
+    assert "torch 2.10.1+cpu: install its wheel for this torch, *+torch2.10-*.whl" in last
     assert "`pip install --force-reinstall --no-deps .` in its source folder" in last
+    assert "It is made for torch 2.10 to 2.15" in last
+    last = run_python(MINOR.replace("2.10.1", "2.9.1")).stderr.strip().splitlines()[-1]
+    assert "torch 2.9.1+cpu: there is no wheel for this torch: install another one. It is" in last
 
 
 MEMORY = """

@@ -24,11 +24,8 @@ _DTYPES = {
 }
 #: Names of options in other libraries, and in functions of the old package, and ours for each.
 _OPTIONS = {
-    "address": "uri",
     "buffer_size": "buffer_bytes",
     "cache": "cache_dir",
-    "checksum": "verify_hash",
-    "concurrency": "num_readers",
     "copy": "clone",
     "destination": "uri",
     "file_obj": "uri",
@@ -36,17 +33,15 @@ _OPTIONS = {
     "filter": "filter_func",
     "hashes": "verify_hash",
     "keys": "names",
-    "limit_cpu_concurrency": "num_readers",
     "map_location": "device",
     "max_workers": "num_readers",
     "num_threads": "num_readers",
     "num_workers": "num_readers",
     "path": "uri",
     "path_uri": "uri",
-    "pretrained_model_name_or_path": "uri",
     "process_group": "group",
-    "readers": "num_readers",
     "progress_bar": "progress",
+    "readers": "num_readers",
     "show_progress": "progress",
     "state_dict": "tensors",
     "tensor_names": "names",
@@ -58,20 +53,19 @@ _OPTIONS = {
 }
 #: Other names of these options: in the classes of the old package, and where files are written.
 _ALSO = {"uri": "file_obj", "num_readers": "limit_cpu_concurrency"}
-_KEYS = "encryption= takes the key of an encrypted file"
-_ADDRESS = "the address says it, as in hf://org/repo@revision"
+_KEY_OPTION = "encryption= takes the key of an encrypted file"
 #: What does the same as options of other libraries that have no option here.
 _OTHER_WAYS = {
     "framework": "tensors are always those of torch",
-    "key": _KEYS,
+    "key": _KEY_OPTION,
     "lazy_load": "TensorDeserializer has it",
     "local_files_only": "with HF_HUB_OFFLINE=1, the hub is not asked",
-    "passphrase": _KEYS,
-    "password": _KEYS,
+    "passphrase": _KEY_OPTION,
+    "password": _KEY_OPTION,
     "pickle_module": "no pickle of a file is run",
     "plaid_mode": "it is always on",
     "retries": "TENSORIZER_ATTEMPTS sets the tries of a request",
-    "revision": _ADDRESS,
+    "revision": "the address says it, as in hf://org/repo@revision",
     "strict": "TensorDeserializer.load_into_module() has strict=",
     "token": "HF_TOKEN is read for hf:// addresses, and headers= goes with requests to others",
     "use_auth_token": "HF_TOKEN is read for hf:// addresses",
