@@ -180,6 +180,14 @@ def test_the_page_of_figures_is_short():
     assert len(written.split()) <= 1500
 
 
+def test_the_pages_are_short():
+    """A reader finds what is written once; the reference of Python is made of its docstrings."""
+    texts = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+    words = [len(path.read_text().split()) for path in texts if path.exists()]
+    assert max(words) <= 3000
+    assert sum(words) <= 42_000
+
+
 def row(engine, median, baseline=False, **figures):
     figures = {name.replace("_", " "): value for name, value in figures.items()}
     common = {"case": "tensors/read", "n": 5, "bytes": 10, "min": median, "max": median}
